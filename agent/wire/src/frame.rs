@@ -280,7 +280,7 @@ impl FrameHeader {
             page_size: get_u32(page, PAGE_SIZE),
             page_count: get_u32(page, PAGE_COUNT),
             payload_crc: get_u32(page, PAYLOAD_CRC),
-            body_len: header_len - (BODY_OFFSET as u32),
+            body_len: u32::try_from(len - BODY_OFFSET).unwrap_or(0),
             payload_len,
         };
         if header.session.0 == 0 {
