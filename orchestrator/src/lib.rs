@@ -1,1 +1,5 @@
 //! See the README.
+
+pub mod info;
+pub mod trail;
+pub mod verify;

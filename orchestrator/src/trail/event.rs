@@ -138,6 +138,27 @@ pub enum Event {
         /// Where the guest is.
         next: u64,
     },
+    /// What a reader received and did not store since the last such line, because the trail had it already or must not
+    /// have it. Counts, not cumulative.
+    Dropped {
+        /// Session.
+        session: String,
+        /// Epoch of the attachment that received them.
+        epoch: u64,
+        /// Per CPU; CPUs without any are left out.
+        streams: Vec<StreamDrops>,
+    },
+    /// A segment is removed because the trail is longer or older than it may be. Logged before the removal.
+    Retired {
+        /// Number of the segment.
+        segment: u64,
+        /// Its length.
+        bytes: u64,
+        /// `bytes` or `age`.
+        limit: String,
+        /// What goes with it.
+        streams: Vec<RetiredStream>,
+    },
     /// Something that a reader of the trail should know, for people.
     Note {
         /// The text.
@@ -212,6 +233,38 @@ pub struct StreamEnd {
     pub cpu: u32,
     /// The sequence behind the last.
     pub next: u64,
+}
+
+/// Frames of one CPU that were received and not stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamDrops {
+    /// CPU.
+    pub cpu: u32,
+    /// Frames that the trail holds already.
+    pub duplicates: u64,
+    /// Frames of an older epoch whose predecessors had not arrived; the replay brings them again.
+    pub ahead: u64,
+}
+
+/// What a retired segment held of one stream.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RetiredStream {
+    /// Session.
+    pub session: String,
+    /// CPU.
+    pub cpu: u32,
+    /// First sequence.
+    pub from: u64,
+    /// Sequence behind the last.
+    pub to: u64,
+    /// Frames.
+    pub frames: u64,
+    /// Pages.
+    pub pages: u64,
+    /// Pages of the stream before `from`.
+    pub first_page: u64,
+    /// Pages of the stream before `to`.
+    pub next_page: u64,
 }
 
 /// How a migration attempt ended.

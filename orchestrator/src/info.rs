@@ -1,0 +1,1 @@
+//! `vmtrail info`: what is in the trail.

@@ -1,0 +1,1 @@
+//! Where a trail's files live.

@@ -1,0 +1,1 @@
+//! `vmtrail verify`: is the trail whole?
