@@ -25,19 +25,31 @@ fn boots_and_counts(release: Release) -> Result<()> {
     let lab = Lab::open()?;
     let ready = setup::setup(&lab, release)?;
     // Marks only: reading the kernel's text of a million other events takes an emulated guest longer than the ring lasts.
-    let userland = Userland { exporter: Exporter::Nobody, ..Userland::default() };
+    let userland = Userland {
+        exporter: Exporter::Nobody,
+        ..Userland::default()
+    };
     let image = initramfs::image(&lab, &ready, None, &build::workload(&lab)?, &userland)?;
     let spec = VmSpec {
         ports: Ports::DeviceOnly,
         ..VmSpec::new("boots", &ready.kernel.image, &image)
     };
-    told(&format!("boot a guest with kernel {release} and let its CPUs count"));
+    told(&format!(
+        "boot a guest with kernel {release} and let its CPUs count"
+    ));
     let mut guest = spec.boot()?;
     guest.wait_ready()?;
     let version = guest.shell("uname -r")?;
-    assert!(version.starts_with(&format!("{release}.")), "the guest runs {version}");
+    assert!(
+        version.starts_with(&format!("{release}.")),
+        "the guest runs {version}"
+    );
     let device = guest.shell("ls /sys/bus/virtio/drivers/virtio_console | grep virtio")?;
-    told(&format!("it has {} and runs {}", device.trim(), version.trim()));
+    told(&format!(
+        "it has {} and runs {}",
+        device.trim(),
+        version.trim()
+    ));
     let last = guest.stop_marks()?;
     told(&format!("last marks: {last:?}"));
     assert_eq!(last.iter().map(|(cpu, _)| *cpu).collect::<Vec<_>>(), [0, 1]);
@@ -48,7 +60,10 @@ fn boots_and_counts(release: Release) -> Result<()> {
         ))?;
         assert_eq!(trace.trim(), format!("vmtrail-mark cpu={cpu} seq={seq}"));
     }
-    assert!(guest.stop_marks()?.is_empty(), "a second stop finds no marks to end");
+    assert!(
+        guest.stop_marks()?.is_empty(),
+        "a second stop finds no marks to end"
+    );
     guest.stop()
 }
 
