@@ -1,0 +1,1 @@
+//! A scripted QMP server for tests.
