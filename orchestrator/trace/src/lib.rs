@@ -30,6 +30,12 @@
 #![warn(missing_docs)]
 
 mod bytes;
+pub mod catalog;
+pub mod event_format;
+pub mod metadata;
+pub mod print_fmt;
+pub mod report;
 pub mod ring_buffer;
+mod text;
 
 pub use bytes::{Endian, LongSize};
