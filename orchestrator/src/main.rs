@@ -1,1 +1,7 @@
-fn main() {}
+//! `vmtrail`: one continuous kernel trace of a virtual machine.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    vmtrail::cli::main()
+}
