@@ -715,14 +715,31 @@ pub fn available_memory() -> Option<u64> {
 
 /// A file's text; a longer one is cut at the bound.
 ///
+/// Read in large pieces and not by `read_to_end`, which begins with 32 bytes: `events/header_page` gives what fits into the
+/// first read and then says that it has ended (show_header, kernel/trace/trace_events.c), so that its last lines were never seen.
+///
 /// # Errors
 ///
 /// Of reading.
 pub fn read_small(path: &Path) -> io::Result<String> {
-    let mut bytes = Vec::new();
-    File::open(path)?
-        .take(MAX_SMALL_FILE)
-        .read_to_end(&mut bytes)?;
+    let mut file = File::open(path)?;
+    let mut bytes = vec![0; 16 << 10];
+    let mut filled = 0;
+    loop {
+        match file.read(&mut bytes[filled..]) {
+            Ok(0) => break,
+            Ok(count) => filled += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+        if filled as u64 >= MAX_SMALL_FILE {
+            break;
+        }
+        if filled == bytes.len() {
+            bytes.resize(filled * 2, 0);
+        }
+    }
+    bytes.truncate(filled);
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
