@@ -29,13 +29,13 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::utsname::uname;
 use vmtrail_wire::agent_to_host::Pong;
 use vmtrail_wire::host_to_agent::Setting;
-use vmtrail_wire::{
-    FrameHeader, HEADER_SIZE, MAX_FRAME_PAGES, MAX_PAYLOAD, MessageDecoder, SessionId,
-};
+use vmtrail_wire::{FrameHeader, HEADER_SIZE, MAX_FRAME_PAGES, MessageDecoder, SessionId};
 
 use crate::metadata::Metadata;
 use crate::ports::{Found, Line, Source, Uevents};
-use crate::session::{About, Action, Configured, Harvest, Payload, PortId, Sent, Session};
+use crate::session::{
+    About, Action, Configured, Harvest, MAX_FRAME_BYTES, Payload, PortId, Sent, Session,
+};
 use crate::sys::{self, Clock, Moved, Pipe};
 use crate::tracefs::{self, Instance, Ring, TraceError};
 
@@ -70,6 +70,9 @@ const OOM_SCORE: &str = "800";
 
 /// Room of `outgoing` besides pages: the longest table of streams.
 const OUTGOING_MIN: usize = 256 << 10;
+
+/// `/proc/sys/fs/pipe-max-size` where nobody changed it.
+const DEFAULT_PIPE_MAX: usize = 1 << 20;
 
 /// Bytes copied at a time where the other end of a port cannot be spliced to.
 const COPY: usize = 32 << 10;
@@ -120,7 +123,10 @@ pub struct Pump {
     uevents: Option<Uevents>,
     rescan_at: u64,
     ending: Option<u64>,
+    /// Room of a retention pipe.
+    retain_bytes: usize,
     said_no_ports: bool,
+    said_no_retention: bool,
     /// Ports that could not be opened and why, so that it is said once.
     refused: BTreeMap<PortId, String>,
 }
@@ -187,13 +193,14 @@ impl Pump {
             .configure(&options.settings, std::iter::empty())
             .map_err(PumpError::Trace)?;
         let page_size = instance.page_size() as usize;
-        let about = about(&instance, &options)?;
+        let retain_bytes = retention(&options, page_size).context("make a retention pipe")?;
+        let about = about(&instance, &options, retain_bytes)?;
         let texts = vec![
             ("vmtrail/uname", uname_text()),
             ("vmtrail/hostname", hostname()),
             ("vmtrail/cpus", cpus_text()),
         ];
-        let frame_bytes = (MAX_FRAME_PAGES as usize * page_size).min(MAX_PAYLOAD.max(page_size));
+        let frame_bytes = (MAX_FRAME_PAGES as usize * page_size).min(MAX_FRAME_BYTES);
         let mut pump = Self {
             session: Session::new(now, about),
             streams: BTreeMap::new(),
@@ -212,7 +219,9 @@ impl Pump {
             uevents: Uevents::listen().ok(),
             rescan_at: now,
             ending: None,
+            retain_bytes,
             said_no_ports: false,
+            said_no_retention: false,
             refused: BTreeMap::new(),
             instance,
         };
@@ -575,6 +584,20 @@ impl Pump {
         let Some(stream) = self.streams.get_mut(&cpu) else {
             return Ok(Harvest::default());
         };
+        if stream.retained.is_none() {
+            // Before anything leaves the ring: what cannot be retained must not be taken.
+            match Pipe::with_room(self.retain_bytes) {
+                Ok(retained) => stream.retained = Some(retained),
+                Err(error) => {
+                    if !std::mem::replace(&mut self.said_no_retention, true) {
+                        say(&format!(
+                            "failed to make a retention pipe, cpu{cpu} and others stay unread: {error}"
+                        ));
+                    }
+                    return Ok(Harvest::default());
+                }
+            }
+        }
         let max = max_pages as usize * self.page_size;
         let mut bytes = 0;
         // splice_to_pipe() throws away what does not fit into the pipe, pages and all. `fresh` is empty and has room
@@ -608,11 +631,6 @@ impl Pump {
         }
         if bytes == 0 {
             return Ok(Harvest::default());
-        }
-        if stream.retained.is_none() {
-            let room = usize::try_from(self.options.retain_bytes).unwrap_or(usize::MAX);
-            stream.retained =
-                Some(Pipe::with_room(room.max(self.page_size)).context("make a retention pipe")?);
         }
         if let Some(retained) = &stream.retained {
             let kept = self
@@ -710,8 +728,7 @@ impl Pump {
             return Err(io::Error::other("nothing is retained"));
         };
         // A tee starts at the oldest page and cannot skip, so the copy needs as much room as the original.
-        let room = usize::try_from(self.options.retain_bytes).unwrap_or(usize::MAX);
-        let replay = Pipe::with_room(room.max(self.page_size))?;
+        let replay = Pipe::with_room(self.retain_bytes)?;
         let shared = retained.share_with(&replay, stream.retained_bytes)?;
         if shared != Moved::Bytes(stream.retained_bytes) {
             return Err(io::Error::other(format!(
@@ -790,7 +807,7 @@ impl Pump {
     fn open(&self, found: Found) -> Result<PortIo, String> {
         let line = found.open().map_err(|error| error.to_string())?;
         let pages = MAX_FRAME_PAGES as usize * self.page_size;
-        let room = HEADER_SIZE + pages.clamp(OUTGOING_MIN, MAX_PAYLOAD);
+        let room = HEADER_SIZE + pages.clamp(OUTGOING_MIN, MAX_FRAME_BYTES);
         let outgoing = Pipe::with_room(room).map_err(|error| {
             format!("failed to make a pipe for the port {}: {error}", found.name)
         })?;
@@ -929,7 +946,7 @@ pub(crate) fn say(text: &str) {
     eprintln!("vmtrail-agent: {text}");
 }
 
-fn about(instance: &Instance, options: &Options) -> Result<About, PumpError> {
+fn about(instance: &Instance, options: &Options, retain_bytes: usize) -> Result<About, PumpError> {
     let header_page = tracefs::read_small(&instance.root().join("events/header_page"))
         .context("read events/header_page")?;
     let machine_long = u8::try_from(size_of::<usize>()).unwrap_or(8);
@@ -945,9 +962,27 @@ fn about(instance: &Instance, options: &Options) -> Result<About, PumpError> {
         long_size: tracefs::parse_long_size(&header_page).unwrap_or(machine_long),
         big_endian: cfg!(target_endian = "big"),
         ring_pages: instance.ring_pages(),
-        window_pages: (options.retain_bytes / u64::from(instance.page_size())).max(1),
+        window_pages: retain_bytes as u64 / u64::from(instance.page_size()),
         idle_flush_ns: options.idle_flush_ns,
     })
+}
+
+/// Room of a retention pipe: what was asked for, or what the kernel grants.
+fn retention(options: &Options, page_size: usize) -> io::Result<usize> {
+    let wanted = usize::try_from(options.retain_bytes)
+        .unwrap_or(usize::MAX)
+        .max(page_size);
+    match Pipe::with_room(wanted) {
+        Ok(_) => return Ok(wanted),
+        Err(error) if wanted <= DEFAULT_PIPE_MAX => return Err(error),
+        Err(error) => say(&format!(
+            "the kernel refuses a retention pipe of {} KiB ({error}), each CPU keeps {} KiB: raise \
+             /proc/sys/fs/pipe-max-size, or give the agent CAP_SYS_RESOURCE",
+            wanted >> 10,
+            DEFAULT_PIPE_MAX >> 10
+        )),
+    }
+    Pipe::with_room(DEFAULT_PIPE_MAX).map(|_| DEFAULT_PIPE_MAX)
 }
 
 /// Random, because the agent of a guest that was cloned or restored must not number its frames like its twin.

@@ -36,8 +36,8 @@ use vmtrail_wire::agent_to_host::{
 };
 use vmtrail_wire::host_to_agent::{Envelope, HostHello, MessageError, Setting};
 use vmtrail_wire::{
-    AgentMessage, Epoch, FrameHeader, HostMessage, Kind, MAX_FRAME_PAGES, MAX_PAYLOAD, Sequence,
-    SessionId, StreamId, crc32c, flags, version,
+    AgentMessage, Epoch, FrameHeader, HostMessage, Kind, MAX_FRAME_PAGES, MAX_PAYLOAD,
+    MAX_SUBBUF_SIZE, Sequence, SessionId, StreamId, crc32c, flags, version,
 };
 
 const MILLISECOND: u64 = 1_000_000;
@@ -52,6 +52,12 @@ pub const COUNTERS_EVERY: u64 = SECOND;
 
 /// Silence after which a port says that it lives.
 pub const HEARTBEAT_EVERY: u64 = 5 * SECOND;
+
+/// Bytes of pages in one frame at most. With its header, and in whole powers of two, a frame then fits the pipe of 1 MiB
+/// that the kernel grants without privileges (`/proc/sys/fs/pipe-max-size`).
+pub const MAX_FRAME_BYTES: usize = 512 << 10;
+const _: () =
+    assert!(MAX_FRAME_BYTES <= MAX_PAYLOAD && MAX_FRAME_BYTES >= MAX_SUBBUF_SIZE as usize);
 
 /// Answers that wait on one port at most. A host that asks faster than it reads gets no more of them.
 pub const MAX_WAITING_ANSWERS: usize = 128;
@@ -1456,7 +1462,7 @@ impl Session {
     /// Sub-buffers in a frame at most: a quarter of a small window, so that it can be filled while the last frames are
     /// not yet acknowledged.
     fn frame_pages(&self) -> u32 {
-        let fit = MAX_PAYLOAD as u64 / u64::from(self.about.page_size.max(1));
+        let fit = MAX_FRAME_BYTES as u64 / u64::from(self.about.page_size.max(1));
         let quarter = self.window_pages / 4;
         let pages = u64::from(MAX_FRAME_PAGES).min(fit).min(quarter).max(1);
         u32::try_from(pages).unwrap_or(1)

@@ -7,7 +7,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::fcntl::OFlag;
@@ -90,14 +90,22 @@ impl Agent {
             dir,
         };
         let on = agent.instance_dir().join("tracing_on");
+        // A new instance records from the start, and so does one that a dead agent left: ours does when it has opened
+        // its rings.
         wait_until("the agent records", || {
-            fs::read_to_string(&on).is_ok_and(|text| text.trim() == "1")
+            agent.has_open("trace_pipe_raw")
+                && fs::read_to_string(&on).is_ok_and(|text| text.trim() == "1")
         });
         agent
     }
 
-    pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+    fn has_open(&self, name: &str) -> bool {
+        fs::read_dir(format!("/proc/{}/fd", self.child.id()))
+            .into_iter()
+            .flatten()
+            .flatten()
+            .filter_map(|entry| fs::read_link(entry.path()).ok())
+            .any(|target| target.ends_with(name))
     }
 
     pub(crate) fn instance_dir(&self) -> PathBuf {
@@ -240,6 +248,10 @@ impl Store {
         }
     }
 
+    pub(crate) fn has_all_metadata(&self) -> bool {
+        self.metadata_items > 0 && self.metadata_complete.len() == self.metadata_items as usize
+    }
+
     /// How often each mark is there.
     pub(crate) fn marks(&self) -> BTreeMap<u32, u32> {
         let mut marks = BTreeMap::new();
@@ -343,7 +355,6 @@ pub(crate) struct Host {
     line: Line,
     decoder: Decoder,
     pub(crate) epoch: u64,
-    next_id: u64,
     pub(crate) desynchronised: u64,
 }
 
@@ -376,7 +387,6 @@ impl Host {
             line,
             decoder: Decoder::new(),
             epoch: 0,
-            next_id: 1,
             desynchronised: 0,
         }
     }
@@ -411,8 +421,9 @@ impl Host {
     }
 
     pub(crate) fn say(&mut self, session: Option<SessionId>, message: HostMessage) -> u64 {
-        let id = self.next_id;
-        self.next_id += 1;
+        // One count for all readers: they share a store, and the store finds answers by their id.
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let envelope = Envelope {
             session: session.unwrap_or_default(),
             epoch: Epoch(self.epoch),
