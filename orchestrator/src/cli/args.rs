@@ -237,7 +237,9 @@ pub(super) struct InfoArgs {
 
 fn port(text: &str) -> Result<(String, PathBuf), String> {
     match text.split_once('=') {
-        Some((name, path)) if !name.is_empty() && !path.is_empty() => Ok((name.into(), path.into())),
+        Some((name, path)) if !name.is_empty() && !path.is_empty() => {
+            Ok((name.into(), path.into()))
+        }
         _ => Err("expected NAME=PATH".into()),
     }
 }
@@ -252,7 +254,11 @@ fn duration(text: &str) -> Result<Duration, String> {
         "m" | "min" => 60.0,
         "h" => 3600.0,
         "d" => 86_400.0,
-        other => return Err(format!("\"{other}\" is no unit of time (us, ms, s, m, h, d)")),
+        other => {
+            return Err(format!(
+                "\"{other}\" is no unit of time (us, ms, s, m, h, d)"
+            ));
+        }
     };
     Duration::try_from_secs_f64(number * scale).map_err(|error| error.to_string())
 }
@@ -282,9 +288,13 @@ fn bytes(text: &str) -> Result<u64, String> {
 }
 
 fn split_unit(text: &str) -> Result<(f64, &str), String> {
-    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let end = text
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
-    let number = number.parse().map_err(|_| format!("\"{text}\" does not begin with a number"))?;
+    let number = number
+        .parse()
+        .map_err(|_| format!("\"{text}\" does not begin with a number"))?;
     Ok((number, unit.trim()))
 }
 

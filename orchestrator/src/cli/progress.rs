@@ -29,7 +29,11 @@ impl Shown {
             bar.enable_steady_tick(Duration::from_millis(200));
             bar
         });
-        Self { json, bar, rates: 0 }
+        Self {
+            json,
+            bar,
+            rates: 0,
+        }
     }
 
     pub(super) fn show(&mut self, report: &Report) {
@@ -52,17 +56,33 @@ impl Shown {
             }
             Report::Progress { .. } => self.move_line(&progress(report)),
             Report::Warning { text } => self.line(&format!("warning: {text}")),
-            Report::Recording { trail, vm, ports, session, kernel, .. } => self.line(&format!(
+            Report::Recording {
+                trail,
+                vm,
+                ports,
+                session,
+                kernel,
+                ..
+            } => self.line(&format!(
                 "recording {vm} (Linux {kernel}, session {session}) from {ports} ports into {trail}"
             )),
             Report::Phase { attempt, phase } => {
                 self.line(&format!("migration {attempt}: {}", phase_in_words(phase)));
             }
             Report::Migrated(report) => self.line(&migrated(report)),
-            Report::Stopped { reason, complete, bytes, pages } => self.line(&format!(
+            Report::Stopped {
+                reason,
+                complete,
+                bytes,
+                pages,
+            } => self.line(&format!(
                 "stopped ({reason}): {pages} pages, {}, {}",
                 HumanBytes(*bytes),
-                if *complete { "complete" } else { "the last pages may be missing" }
+                if *complete {
+                    "complete"
+                } else {
+                    "the last pages may be missing"
+                }
             )),
             Report::Refused { reason } => self.line(&format!("refused: {reason}")),
             Report::Done => {}
@@ -103,7 +123,11 @@ fn rate(report: &Report) -> String {
         HumanBytes(*bytes),
         HumanBytes(*bytes_per_s),
         HumanBytes(*lag_bytes),
-        if *held_back { ", held back by the disk" } else { "" }
+        if *held_back {
+            ", held back by the disk"
+        } else {
+            ""
+        }
     )
 }
 
@@ -145,9 +169,18 @@ fn phase_in_words(phase: &str) -> &str {
 
 fn migrated(report: &MigrationReport) -> String {
     let ended = &report.ended;
-    let ms = |ns: Option<u64>| ns.map_or_else(|| "?".to_owned(), |ns| format!("{}.{} ms", ns / 1_000_000, ns / 100_000 % 10));
+    let ms = |ns: Option<u64>| {
+        ns.map_or_else(
+            || "?".to_owned(),
+            |ns| format!("{}.{} ms", ns / 1_000_000, ns / 100_000 % 10),
+        )
+    };
     if ended.outcome != "committed" {
-        let reason = ended.reason.as_deref().map(|reason| format!(": {reason}")).unwrap_or_default();
+        let reason = ended
+            .reason
+            .as_deref()
+            .map(|reason| format!(": {reason}"))
+            .unwrap_or_default();
         return format!("migration {} {}{reason}", ended.attempt, ended.outcome);
     }
     format!(

@@ -39,7 +39,7 @@ pub(super) async fn record(args: RecordArgs) -> Result<ExitCode> {
         tokio::select! {
             report = running.reports.recv() => show(&mut shown, report),
             () = signals.next() => running.stop_on_signal(),
-            outcome = &mut running.task => return running.end(&mut shown, outcome),
+            outcome = &mut running.task => return running.end(&mut shown, outcome).await,
         }
     }
 }
@@ -103,11 +103,18 @@ async fn migrate_here(args: MigrateArgs) -> Result<ExitCode> {
     let request = Request::Migrate {
         to_qmp: args.to_qmp,
         from_qmp: None,
-        options: Options { uri: args.uri, drain_budget: args.drain_budget },
+        options: Options {
+            uri: args.uri,
+            drain_budget: args.drain_budget,
+        },
         port_paths: args.to_ports.iter().cloned().collect::<BTreeMap<_, _>>(),
         reply,
     };
-    running.requests.send(request).await.context("failed to ask for the migration")?;
+    running
+        .requests
+        .send(request)
+        .await
+        .context("failed to ask for the migration")?;
     let mut answer = None;
     loop {
         tokio::select! {
@@ -131,7 +138,7 @@ async fn migrate_here(args: MigrateArgs) -> Result<ExitCode> {
                 }
             }
             outcome = &mut running.task => {
-                let recorded = running.end(&mut shown, outcome)?;
+                let recorded = running.end(&mut shown, outcome).await?;
                 return Ok(match &answer {
                     Some(answer) if migration_code(answer) != ExitCode::SUCCESS => migration_code(answer),
                     _ => recorded,
@@ -154,7 +161,9 @@ pub(super) async fn stop(args: &StopArgs) -> Result<ExitCode> {
 }
 
 pub(super) async fn mark(args: &MarkArgs) -> Result<ExitCode> {
-    let question = Question::Mark { text: args.text.clone() };
+    let question = Question::Mark {
+        text: args.text.clone(),
+    };
     match control::ask(&args.trail, &question, |_| {}).await? {
         Report::Done => Ok(ExitCode::SUCCESS),
         Report::Refused { reason } => bail!("{reason}"),
@@ -167,7 +176,7 @@ struct Running {
     requests: mpsc::Sender<Request>,
     reports: broadcast::Receiver<Arc<Report>>,
     task: tokio::task::JoinHandle<Result<Report>>,
-    _control: Control,
+    control: Control,
 }
 
 impl Running {
@@ -187,23 +196,32 @@ impl Running {
         };
         let control = Control::listen(&trail, requests_in.clone(), reports_in)?;
         let task = tokio::spawn(recorder.run());
-        Ok(Self { requests: requests_in, reports, task, _control: control })
+        Ok(Self {
+            requests: requests_in,
+            reports,
+            task,
+            control,
+        })
     }
 
     fn stop_on_signal(&self) {
-        let request = Request::Stop { reason: "interrupted".into(), reply: None };
+        let request = Request::Stop {
+            reason: "interrupted".into(),
+            reply: None,
+        };
         // A full queue means that it was said often enough.
         let _ = self.requests.try_send(request);
     }
 
-    fn end(
-        &mut self,
+    async fn end(
+        mut self,
         shown: &mut Shown,
         outcome: Result<Result<Report>, tokio::task::JoinError>,
     ) -> Result<ExitCode> {
         while let Ok(report) = self.reports.try_recv() {
             shown.show(&report);
         }
+        self.control.end().await;
         let report = outcome.context("the recorder ended unexpectedly")??;
         Ok(match report {
             Report::Stopped { complete: true, .. } => ExitCode::SUCCESS,
@@ -255,7 +273,10 @@ fn migration_code(answer: &Report) -> ExitCode {
 fn settings(what: &WhatArgs) -> Vec<Setting> {
     let mut settings = Vec::new();
     // What clears the rings comes first, so that nothing recorded by the new settings is cleared.
-    settings.extend(what.buffer_size.map(|bytes| Setting::BufferSizeKb(bytes.div_ceil(1024))));
+    settings.extend(
+        what.buffer_size
+            .map(|bytes| Setting::BufferSizeKb(bytes.div_ceil(1024))),
+    );
     settings.extend(what.clock.clone().map(Setting::Clock));
     settings.extend(what.trace_options.iter().cloned().map(Setting::Option));
     if !what.events.is_empty() || !what.filters.is_empty() {
@@ -279,4 +300,3 @@ fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path)
         .with_context(|| format!("failed to make {} an absolute path", path.display()))
 }
-

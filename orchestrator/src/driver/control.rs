@@ -60,7 +60,12 @@ pub enum Question {
 pub struct Control {
     path: PathBuf,
     task: tokio::task::JoinHandle<()>,
+    /// Held by every conversation: when all are gone, the receiver's channel is closed.
+    talking: mpsc::Receiver<()>,
 }
+
+/// How long the last answers may take to be taken.
+const LAST_ANSWERS: Duration = Duration::from_secs(2);
 
 impl Drop for Control {
     fn drop(&mut self) {
@@ -86,18 +91,35 @@ impl Control {
             .with_context(|| format!("failed to listen on {}", path.display()))?;
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))
             .with_context(|| format!("failed to make {} private", path.display()))?;
+        let (talks, talking) = mpsc::channel(1);
         let task = tokio::spawn(async move {
             loop {
                 match listener.accept().await {
                     Ok((stream, _)) => {
-                        tokio::spawn(serve(stream, requests.clone(), reports.clone()));
+                        let (requests, reports) = (requests.clone(), reports.clone());
+                        let talk = talks.clone();
+                        tokio::spawn(async move {
+                            serve(stream, requests, reports).await;
+                            drop(talk);
+                        });
                     }
                     // Out of descriptors, most likely: some will be closed.
                     Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
                 }
             }
         });
-        Ok(Self { path, task })
+        Ok(Self {
+            path,
+            task,
+            talking,
+        })
+    }
+
+    /// Hears no more questions and lets the answers under way arrive: the process that asked for the end waits for the word that it
+    /// came.
+    pub async fn end(mut self) {
+        self.task.abort();
+        let _ = tokio::time::timeout(LAST_ANSWERS, self.talking.recv()).await;
     }
 }
 
@@ -123,20 +145,28 @@ async fn serve(
     };
     let mut told = reports.subscribe();
     let request = match question {
-        Question::Migrate { to_qmp, from_qmp, uri, drain_budget_ns, port_paths } => {
-            Request::Migrate {
-                to_qmp,
-                from_qmp,
-                options: Options { uri, drain_budget: Duration::from_nanos(drain_budget_ns) },
-                port_paths,
-                reply,
-            }
-        }
+        Question::Migrate {
+            to_qmp,
+            from_qmp,
+            uri,
+            drain_budget_ns,
+            port_paths,
+        } => Request::Migrate {
+            to_qmp,
+            from_qmp,
+            options: Options {
+                uri,
+                drain_budget: Duration::from_nanos(drain_budget_ns),
+            },
+            port_paths,
+            reply,
+        },
         Question::Cancel => Request::Cancel { reply },
         Question::Mark { text } => Request::Mark { text, reply },
-        Question::Stop => {
-            Request::Stop { reason: "asked over the control socket".into(), reply: Some(reply) }
-        }
+        Question::Stop => Request::Stop {
+            reason: "asked over the control socket".into(),
+            reply: Some(reply),
+        },
     };
     if requests.send(request).await.is_err() {
         return;
@@ -174,7 +204,10 @@ async fn write_line(write: &mut (impl AsyncWriteExt + Unpin), report: &Report) -
 /// Whether a recorder listens in this trail.
 #[must_use]
 pub fn is_recorded(trail: &Path) -> bool {
-    through_directory(trail, |short| std::os::unix::net::UnixStream::connect(short)).is_ok()
+    through_directory(trail, |short| {
+        std::os::unix::net::UnixStream::connect(short)
+    })
+    .is_ok()
 }
 
 /// Asks the recorder of a trail, hands every report to `told`, and returns the answer.
@@ -187,28 +220,46 @@ pub async fn ask(
     question: &Question,
     mut told: impl FnMut(&Report),
 ) -> Result<Report> {
-    let stream = through_directory(trail, |short| std::os::unix::net::UnixStream::connect(short))
-        .with_context(|| {
-            format!("failed to reach a recorder of {} (is `vmtrail record` running on it?)", trail.display())
-        })?;
+    let stream = through_directory(trail, |short| {
+        std::os::unix::net::UnixStream::connect(short)
+    })
+    .with_context(|| {
+        format!(
+            "failed to reach a recorder of {} (is `vmtrail record` running on it?)",
+            trail.display()
+        )
+    })?;
     stream.set_nonblocking(true)?;
     let mut stream = UnixStream::from_std(stream)?;
     let (read, mut write) = stream.split();
     let mut line = serde_json::to_vec(question)?;
     line.push(b'\n');
-    write.write_all(&line).await.context("failed to ask the recorder")?;
+    write
+        .write_all(&line)
+        .await
+        .context("failed to ask the recorder")?;
     let mut lines = BufReader::new(read).lines();
-    while let Some(line) = lines.next_line().await.context("failed to hear the recorder")? {
+    while let Some(line) = lines
+        .next_line()
+        .await
+        .context("failed to hear the recorder")?
+    {
         let report: Report = serde_json::from_str(&line)
             .with_context(|| format!("failed to understand the recorder: {line}"))?;
         match report {
-            Report::Migrated(_) | Report::Refused { .. } | Report::Done | Report::Stopped { .. } => {
+            Report::Migrated(_)
+            | Report::Refused { .. }
+            | Report::Done
+            | Report::Stopped { .. } => {
                 return Ok(report);
             }
             other => told(&other),
         }
     }
-    bail!("the recorder of {} ended before it answered", trail.display())
+    bail!(
+        "the recorder of {} ended before it answered",
+        trail.display()
+    )
 }
 
 /// Names the socket by way of a descriptor of its directory: a unix socket's path has 107 bytes, a trail's may have more.
@@ -217,5 +268,8 @@ fn through_directory<T>(
     use_path: impl FnOnce(PathBuf) -> io::Result<T>,
 ) -> io::Result<T> {
     let directory = std::fs::File::open(trail)?;
-    use_path(PathBuf::from(format!("/proc/self/fd/{}/{SOCKET}", directory.as_raw_fd())))
+    use_path(PathBuf::from(format!(
+        "/proc/self/fd/{}/{SOCKET}",
+        directory.as_raw_fd()
+    )))
 }

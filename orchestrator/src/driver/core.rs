@@ -5,9 +5,7 @@ use std::sync::Arc;
 
 use tokio::sync::broadcast;
 use vmtrail_continuity::attach::Attachment;
-use vmtrail_continuity::ledger::{
-    Disposition, Gap, GapCause, Ledger, Revelation, StreamCounts,
-};
+use vmtrail_continuity::ledger::{Disposition, Gap, GapCause, Ledger, Revelation, StreamCounts};
 use vmtrail_wire::agent_to_host::{
     AgentHello, AgentMessage, CpuCounters, MetadataChunk, Pong, Quiesced, StreamState,
 };
@@ -123,12 +121,7 @@ impl Core {
     }
 
     /// Takes all frames that a port's decoder has.
-    pub(super) fn take(
-        &mut self,
-        attachment: &mut Attachment,
-        port: usize,
-        decoder: &mut Decoder,
-    ) {
+    pub(super) fn take(&mut self, attachment: &mut Attachment, port: usize, decoder: &mut Decoder) {
         while let Some(decoded) = decoder.poll() {
             match decoded {
                 Decoded::Frame { header, bytes } => {
@@ -138,7 +131,10 @@ impl Core {
                 Decoded::Desynchronised { error } => {
                     // What is missing comes by replay; how often it happens is worth knowing.
                     self.desynchronised += 1;
-                    tracing::info!(port, "lost the frame boundary and search for the next: {error}");
+                    tracing::info!(
+                        port,
+                        "lost the frame boundary and search for the next: {error}"
+                    );
                 }
             }
         }
@@ -162,7 +158,10 @@ impl Core {
             Ok(Some(message)) => message,
             Ok(None) => return,
             Err(error) => {
-                self.warn(format!("the agent sent a {:?} frame that cannot be read: {error}", header.kind));
+                self.warn(format!(
+                    "the agent sent a {:?} frame that cannot be read: {error}",
+                    header.kind
+                ));
                 return;
             }
         };
@@ -224,11 +223,18 @@ impl Core {
     }
 
     fn take_hello(&mut self, session: SessionId, port: usize, hello: AgentHello) {
-        let known = self.sessions.get(&session).is_some_and(|known| known.clock == hello.clock);
+        let known = self
+            .sessions
+            .get(&session)
+            .is_some_and(|known| known.clock == hello.clock);
         if !known {
             self.trail.log(Event::Session(Session {
                 session: session.to_string(),
-                boot_id: hello.boot_id.iter().map(|byte| format!("{byte:02x}")).collect(),
+                boot_id: hello
+                    .boot_id
+                    .iter()
+                    .map(|byte| format!("{byte:02x}"))
+                    .collect(),
                 agent: hello.agent_version.clone(),
                 kernel: hello.kernel.clone(),
                 clock: hello.clock.clone(),
@@ -240,7 +246,12 @@ impl Core {
         }
         for revelation in self.ledger.handle_hello(session, &hello.streams) {
             match revelation {
-                Revelation::Began { session, stream, sequence, first_page } => {
+                Revelation::Began {
+                    session,
+                    stream,
+                    sequence,
+                    first_page,
+                } => {
                     self.trail.log(Event::StreamBegan {
                         session: session.to_string(),
                         cpu: stream.0,
@@ -249,7 +260,12 @@ impl Core {
                     });
                 }
                 Revelation::Gap(gap) => self.take_gap(&gap),
-                Revelation::Fork { session, stream, have, next } => {
+                Revelation::Fork {
+                    session,
+                    stream,
+                    have,
+                    next,
+                } => {
                     self.warn(format!(
                         "{stream} of session {session}: the guest is at frame {next}, this trail at {have}: the VM was \
                          put back to an earlier state; record it into a trail of its own"
@@ -270,7 +286,11 @@ impl Core {
     }
 
     fn take_metadata(&mut self, session: SessionId, chunk: &MetadataChunk, piece: &[u8]) {
-        let assembled: usize = self.assembling.values().map(|assembly| assembly.bytes.len()).sum();
+        let assembled: usize = self
+            .assembling
+            .values()
+            .map(|assembly| assembly.bytes.len())
+            .sum();
         let assembly = self.assembling.entry(session).or_default();
         if chunk.offset == 0 {
             assembly.name.clone_from(&chunk.name);
@@ -282,7 +302,11 @@ impl Core {
             && assembled + piece.len() <= MAX_ASSEMBLED_BYTES;
         if !fits {
             // A piece went missing between two attachments; the agent sends all of it again to the next Hello.
-            tracing::debug!(name = chunk.name, offset = chunk.offset, "metadata out of order");
+            tracing::debug!(
+                name = chunk.name,
+                offset = chunk.offset,
+                "metadata out of order"
+            );
             return;
         }
         assembly.bytes.extend_from_slice(piece);
@@ -290,8 +314,14 @@ impl Core {
             return;
         }
         let bytes = std::mem::take(&mut assembly.bytes);
-        if let Err(error) = self.trail.put_metadata(session, chunk.generation, &chunk.name, bytes) {
-            self.warn(format!("metadata item {:?} was not kept: {error}", chunk.name));
+        if let Err(error) = self
+            .trail
+            .put_metadata(session, chunk.generation, &chunk.name, bytes)
+        {
+            self.warn(format!(
+                "metadata item {:?} was not kept: {error}",
+                chunk.name
+            ));
         }
         if chunk.item + 1 == chunk.items {
             self.trail.finish_metadata(session, chunk.generation);
@@ -332,7 +362,9 @@ impl Core {
     }
 
     fn take_pong(&mut self, session: SessionId, pong: &Pong) {
-        let Some(asked_ns) = self.pings.remove(&pong.id) else { return };
+        let Some(asked_ns) = self.pings.remove(&pong.id) else {
+            return;
+        };
         let round_trip = super::time::wall_ns().saturating_sub(asked_ns);
         self.trail.log(Event::Clock {
             session: session.to_string(),
@@ -384,7 +416,11 @@ impl Core {
         }
         if !streams.is_empty() {
             let session = session.to_string();
-            self.trail.log(Event::Dropped { session, epoch: epoch.0, streams });
+            self.trail.log(Event::Dropped {
+                session,
+                epoch: epoch.0,
+                streams,
+            });
         }
     }
 
@@ -408,9 +444,14 @@ impl Core {
 
     /// Where each stream of a session stands.
     pub(super) fn boundaries(&self, session: Option<SessionId>) -> Vec<StreamEnd> {
-        let Some(session) = session else { return Vec::new() };
+        let Some(session) = session else {
+            return Vec::new();
+        };
         (self.ledger.next(session).into_iter())
-            .map(|(stream, next)| StreamEnd { cpu: stream.0, next: next.0 })
+            .map(|(stream, next)| StreamEnd {
+                cpu: stream.0,
+                next: next.0,
+            })
             .collect()
     }
 }

@@ -191,7 +191,10 @@ impl Recorder {
         }
         let identity = source.monitor.identity().await?;
         source.choose_ports(options.add_ports)?;
-        let vm = VmIdentity { name: identity.name.clone(), uuid: identity.uuid.clone() };
+        let vm = VmIdentity {
+            name: identity.name.clone(),
+            uuid: identity.uuid.clone(),
+        };
         let exists = options.trail.join("trail.json").exists();
         let (trail, recovery) = if options.append && exists {
             TrailWriter::open(&options.trail, options.writer.clone())?
@@ -238,7 +241,10 @@ impl Recorder {
         };
         for residency in recovery.open_residencies {
             let reason = "the recorder ended without saying so".to_owned();
-            recorder.core.trail.log(Event::ResidencyEnded { residency, reason });
+            recorder
+                .core
+                .trail
+                .log(Event::ResidencyEnded { residency, reason });
         }
         match recorder.attach_to_source(&identity.qemu).await {
             Ok(()) => Ok(recorder),
@@ -265,15 +271,32 @@ impl Recorder {
                 match request {
                     Request::Stop { reason, reply } => {
                         replies.extend(reply);
-                        self.queue.push_front(Request::Stop { reason, reply: None });
+                        self.queue.push_front(Request::Stop {
+                            reason,
+                            reply: None,
+                        });
                         break;
                     }
-                    Request::Migrate { to_qmp, from_qmp, options, port_paths, reply } => {
+                    Request::Migrate {
+                        to_qmp,
+                        from_qmp,
+                        options,
+                        port_paths,
+                        reply,
+                    } => {
                         let begun = self
-                            .begin_migration(&to_qmp, from_qmp.as_deref(), options, &port_paths, &reply)
+                            .begin_migration(
+                                &to_qmp,
+                                from_qmp.as_deref(),
+                                options,
+                                &port_paths,
+                                &reply,
+                            )
                             .await;
                         if let Err(error) = begun {
-                            let _ = reply.send(Report::Refused { reason: format!("{error:#}") });
+                            let _ = reply.send(Report::Refused {
+                                reason: format!("{error:#}"),
+                            });
                         }
                     }
                     Request::Cancel { reply } => self.cancel(&reply),
@@ -312,8 +335,12 @@ impl Recorder {
         self.source.watch(self.facts_in.clone());
         self.core.residency = number;
         self.attach(true);
-        let names: Vec<_> =
-            self.source.ports.iter().map(|port| port.address().name.clone()).collect();
+        let names: Vec<_> = self
+            .source
+            .ports
+            .iter()
+            .map(|port| port.address().name.clone())
+            .collect();
         let names = names.join(", ");
         let deadline = self.core.clock.now().after(attach::ABSENT_AFTER);
         while !self.is_live() {
@@ -330,11 +357,21 @@ impl Recorder {
         }
         if !self.options.settings.is_empty() {
             let settings = HostMessage::Configure(self.options.settings.clone());
-            self.ask(settings, false).await.context("failed to configure the agent")?;
+            self.ask(settings, false)
+                .await
+                .context("failed to configure the agent")?;
         }
-        self.ask(HostMessage::Start, false).await.context("failed to start the agent's recording")?;
-        let session = self.session().ok_or_else(|| anyhow!("failed to learn the agent's session"))?;
-        let kernel = self.core.sessions.get(&session).map(|hello| hello.kernel.clone());
+        self.ask(HostMessage::Start, false)
+            .await
+            .context("failed to start the agent's recording")?;
+        let session = self
+            .session()
+            .ok_or_else(|| anyhow!("failed to learn the agent's session"))?;
+        let kernel = self
+            .core
+            .sessions
+            .get(&session)
+            .map(|hello| hello.kernel.clone());
         self.started_at = self.core.clock.now();
         self.core.report(Report::Recording {
             trail: self.options.trail.display().to_string(),
@@ -383,24 +420,31 @@ impl Recorder {
             (Some(attempt), Some(_)) => &attempt.other.monitor,
             _ => &self.source.monitor,
         };
-        self.core.trail.log(Event::Residency(crate::trail::event::Residency {
-            residency: self.residencies,
-            host: nix::unistd::gethostname()
-                .map(|name| name.to_string_lossy().into_owned())
-                .unwrap_or_default(),
-            pid: monitor.pid(),
-            qemu: qemu.to_owned(),
-            qmp: monitor.path().display().to_string(),
-            parent,
-            cause: cause.to_owned(),
-        }));
+        self.core
+            .trail
+            .log(Event::Residency(crate::trail::event::Residency {
+                residency: self.residencies,
+                host: nix::unistd::gethostname()
+                    .map(|name| name.to_string_lossy().into_owned())
+                    .unwrap_or_default(),
+                pid: monitor.pid(),
+                qemu: qemu.to_owned(),
+                qmp: monitor.path().display().to_string(),
+                parent,
+                cause: cause.to_owned(),
+            }));
         self.residencies
     }
 
     /// Calls the agent on the ports of the residency that runs.
     fn attach(&mut self, running: bool) {
         let epoch = self.new_epoch();
-        let kinds: Vec<_> = self.source.ports.iter().map(|port| port.address().kind).collect();
+        let kinds: Vec<_> = self
+            .source
+            .ports
+            .iter()
+            .map(|port| port.address().kind)
+            .collect();
         let now = self.core.clock.now();
         self.source.attachment = Some(Attachment::new(now, epoch, &kinds, running));
         self.core.port_streams.clear();
@@ -411,7 +455,12 @@ impl Recorder {
         self.core.trail.log(Event::Attached {
             epoch: epoch.0,
             residency: self.source.number,
-            ports: self.source.ports.iter().map(|port| port.address().name.clone()).collect(),
+            ports: self
+                .source
+                .ports
+                .iter()
+                .map(|port| port.address().name.clone())
+                .collect(),
         });
     }
 
@@ -429,7 +478,10 @@ impl Recorder {
     }
 
     fn is_live(&self) -> bool {
-        self.source.attachment.as_ref().is_some_and(Attachment::is_live)
+        self.source
+            .attachment
+            .as_ref()
+            .is_some_and(Attachment::is_live)
     }
 
     fn reached_limit(&self) -> Option<String> {
@@ -438,7 +490,10 @@ impl Recorder {
             return Some("the duration is over".into());
         }
         let bytes = self.core.totals().bytes;
-        self.options.max_bytes.filter(|&limit| bytes >= limit).map(|_| "the size is reached".into())
+        self.options
+            .max_bytes
+            .filter(|&limit| bytes >= limit)
+            .map(|_| "the size is reached".into())
     }
 
     /// Waits for one thing to happen, at most until `until`, and does what follows from it.
@@ -475,28 +530,50 @@ impl Recorder {
     fn next_wake(&self) -> Instant {
         let mut wake = self.rate_at.after(Duration::from_secs(1));
         let mut sooner = |at: Option<Instant>| wake = at.map_or(wake, |at| wake.min(at));
-        sooner(self.source.attachment.as_ref().and_then(Attachment::poll_timeout));
-        sooner(self.attempt.as_ref().and_then(|attempt| attempt.machine.poll_timeout()));
+        sooner(
+            self.source
+                .attachment
+                .as_ref()
+                .and_then(Attachment::poll_timeout),
+        );
+        sooner(
+            self.attempt
+                .as_ref()
+                .and_then(|attempt| attempt.machine.poll_timeout()),
+        );
         if self.commit.is_none() {
-            sooner(self.store_retry_at.or_else(|| self.dirty_since.map(|at| at.after(BATCH_AGE))));
+            sooner(
+                self.store_retry_at
+                    .or_else(|| self.dirty_since.map(|at| at.after(BATCH_AGE))),
+            );
         }
         wake
     }
 
     fn read_turn(&mut self, index: usize) {
         self.turn = index + 1;
-        let Some(port) = self.source.ports.get_mut(index) else { return };
-        let Some(attachment) = &mut self.source.attachment else { return };
+        let Some(port) = self.source.ports.get_mut(index) else {
+            return;
+        };
+        let Some(attachment) = &mut self.source.attachment else {
+            return;
+        };
         let newest = Some(attachment.epoch());
-        port.decoder.expect(Expectation { session: None, newest });
+        port.decoder.expect(Expectation {
+            session: None,
+            newest,
+        });
         let core = &mut self.core;
-        let turn = port.read_turn(&mut self.scratch, |decoder| core.take(attachment, index, decoder));
+        let turn = port.read_turn(&mut self.scratch, |decoder| {
+            core.take(attachment, index, decoder)
+        });
         match turn {
             Ok(turn) if turn.end == TurnEnd::Closed => self.take_closed_port(index),
             Ok(_) => {}
             Err(error) => {
                 let name = port.address().name.clone();
-                self.core.warn(format!("failed to read port {name}: {error}"));
+                self.core
+                    .warn(format!("failed to read port {name}: {error}"));
             }
         }
     }
@@ -522,7 +599,9 @@ impl Recorder {
     }
 
     fn follow_attachment(&mut self, now: Instant) {
-        let Some(attachment) = &mut self.source.attachment else { return };
+        let Some(attachment) = &mut self.source.attachment else {
+            return;
+        };
         if attachment.poll_timeout().is_some_and(|at| at <= now) {
             attachment.handle_timeout(now);
         }
@@ -532,7 +611,12 @@ impl Recorder {
             self.newest_epoch = epoch;
             self.log_attachment(epoch);
         }
-        while let Some(action) = self.source.attachment.as_mut().and_then(Attachment::poll_action) {
+        while let Some(action) = self
+            .source
+            .attachment
+            .as_mut()
+            .and_then(Attachment::poll_action)
+        {
             match action {
                 attach::Action::SendHello { port, epoch } => self.send_hello(port, epoch),
                 attach::Action::Reconnect { port } => self.reconnect(now, port),
@@ -562,12 +646,16 @@ impl Recorder {
 
     fn send_hello(&mut self, port: usize, epoch: Epoch) {
         // The session is not known before it answers, so the newest one is named; another one ignores `resume_from`.
-        let session = self.session().or_else(|| self.core.ledger.sessions().last().copied());
-        let mut resume_from =
-            session.map(|session| self.core.ledger.resume_from(session)).unwrap_or_default();
+        let session = self
+            .session()
+            .or_else(|| self.core.ledger.sessions().last().copied());
+        let mut resume_from = session
+            .map(|session| self.core.ledger.resume_from(session))
+            .unwrap_or_default();
         resume_from.truncate(MAX_SEQUENCES as usize);
-        let have_metadata =
-            session.and_then(|session| self.core.metadata.get(&session).copied()).unwrap_or(0);
+        let have_metadata = session
+            .and_then(|session| self.core.metadata.get(&session).copied())
+            .unwrap_or(0);
         let envelope = Envelope {
             session: session.unwrap_or_default(),
             epoch,
@@ -590,21 +678,32 @@ impl Recorder {
     }
 
     fn send_as(&mut self, port: usize, id: u64, message: HostMessage) -> bool {
-        let Some(attachment) = &self.source.attachment else { return false };
+        let Some(attachment) = &self.source.attachment else {
+            return false;
+        };
         let envelope = Envelope {
             session: attachment.session().unwrap_or_default(),
             epoch: attachment.epoch(),
             id,
             message,
         };
-        self.source.ports.get_mut(port).is_some_and(|port| port.send(&envelope.encode()))
+        self.source
+            .ports
+            .get_mut(port)
+            .is_some_and(|port| port.send(&envelope.encode()))
     }
 
     /// Asks the agent on one port or on all, and waits for the answers.
     async fn ask(&mut self, message: HostMessage, all: bool) -> Result<Pending> {
         let ports = if all { self.source.ports.len() } else { 1 };
         let id = self.core.next_id();
-        self.core.pending.insert(id, Pending { ports: (0..ports).collect(), ..Pending::default() });
+        self.core.pending.insert(
+            id,
+            Pending {
+                ports: (0..ports).collect(),
+                ..Pending::default()
+            },
+        );
         for port in 0..ports {
             if !self.send_as(port, id, message.clone()) {
                 self.core.pending.remove(&id);
@@ -613,8 +712,11 @@ impl Recorder {
         }
         let deadline = self.core.clock.now().after(AGENT_DEADLINE);
         loop {
-            let answered =
-                self.core.pending.get(&id).is_none_or(|pending| pending.ports.is_empty());
+            let answered = self
+                .core
+                .pending
+                .get(&id)
+                .is_none_or(|pending| pending.ports.is_empty());
             if answered {
                 let pending = self.core.pending.remove(&id).unwrap_or_default();
                 return match pending.error {
@@ -624,7 +726,10 @@ impl Recorder {
             }
             if self.core.clock.now() >= deadline {
                 self.core.pending.remove(&id);
-                bail!("the agent did not answer within {} s", AGENT_DEADLINE.as_secs());
+                bail!(
+                    "the agent did not answer within {} s",
+                    AGENT_DEADLINE.as_secs()
+                );
             }
             self.step(Some(self.core.clock.deadline(deadline))).await?;
             self.refuse_strangers()?;
@@ -638,7 +743,9 @@ impl Recorder {
         let due = self.store_retry_at.take().is_some()
             || force
             || self.core.trail.pending_bytes() >= BATCH_BYTES
-            || self.dirty_since.is_some_and(|since| now.since(since) >= BATCH_AGE);
+            || self
+                .dirty_since
+                .is_some_and(|since| now.since(since) >= BATCH_AGE);
         if !due {
             return;
         }
@@ -661,8 +768,13 @@ impl Recorder {
                 }
             }
             Err(error) => {
-                let hint = if error.is_full() { "free some space; recording goes on by itself then" } else { "it is tried again" };
-                self.core.warn(format!("failed to store: {:#}; {hint}", anyhow!(error)));
+                let hint = if error.is_full() {
+                    "free some space; recording goes on by itself then"
+                } else {
+                    "it is tried again"
+                };
+                self.core
+                    .warn(format!("failed to store: {:#}; {hint}", anyhow!(error)));
                 self.store_retry_at = Some(self.core.clock.now().after(STORE_RETRY));
             }
         }
@@ -674,9 +786,14 @@ impl Recorder {
         }
         let mut by_port: BTreeMap<usize, Vec<_>> = BTreeMap::new();
         for (&stream, &next) in &self.core.acks {
-            let Some(&port) = self.core.port_streams.get(&stream) else { continue };
-            let answered =
-                self.source.attachment.as_ref().is_some_and(|attachment| attachment.is_answered(port));
+            let Some(&port) = self.core.port_streams.get(&stream) else {
+                continue;
+            };
+            let answered = self
+                .source
+                .attachment
+                .as_ref()
+                .is_some_and(|attachment| attachment.is_answered(port));
             if answered {
                 by_port.entry(port).or_default().push((stream, next));
             }
@@ -699,7 +816,9 @@ impl Recorder {
 
     fn tick(&mut self, now: Instant) {
         let totals = self.core.totals();
-        let elapsed_ms = u64::try_from(now.since(self.rate_at).as_millis()).unwrap_or(u64::MAX).max(1);
+        let elapsed_ms = u64::try_from(now.since(self.rate_at).as_millis())
+            .unwrap_or(u64::MAX)
+            .max(1);
         let bytes_per_s = totals.bytes.saturating_sub(self.rate_bytes) * 1000 / elapsed_ms;
         self.core.report(Report::Rate {
             seconds: now.since(self.started_at).as_secs(),
@@ -726,16 +845,18 @@ impl Recorder {
         }
         if let Some(attempt) = &self.attempt {
             let figures = &attempt.figures;
-            self.core.report(Report::Progress {
-                attempt: attempt.number,
-                status: figures.status.clone().unwrap_or_default(),
-                transferred_bytes: figures.transferred.unwrap_or(0),
-                remaining_bytes: figures.remaining.unwrap_or(0),
-                megabits: figures.megabits.unwrap_or(0),
-                passes: figures.passes.unwrap_or(0),
-                expected_downtime_ms: figures.expected_downtime_ms.unwrap_or(0),
-                lag_bytes: self.core.trail.pending_bytes() as u64,
-            });
+            if let Some(status) = figures.status.clone() {
+                self.core.report(Report::Progress {
+                    attempt: attempt.number,
+                    status,
+                    transferred_bytes: figures.transferred.unwrap_or(0),
+                    remaining_bytes: figures.remaining.unwrap_or(0),
+                    megabits: figures.megabits.unwrap_or(0),
+                    passes: figures.passes.unwrap_or(0),
+                    expected_downtime_ms: figures.expected_downtime_ms.unwrap_or(0),
+                    lag_bytes: self.core.trail.pending_bytes() as u64,
+                });
+            }
             self.source.ask_figures(self.facts_in.clone());
         }
     }
@@ -763,22 +884,34 @@ impl Recorder {
             );
         }
         if same_file(to_qmp, self.source.monitor.path()) {
-            bail!("source and destination are the same QMP socket {}", to_qmp.display());
+            bail!(
+                "source and destination are the same QMP socket {}",
+                to_qmp.display()
+            );
         }
         let number = self.attempts + 1;
-        self.core.report(Report::Phase { attempt: number, phase: Phase::Admit.name().into() });
+        self.core.report(Report::Phase {
+            attempt: number,
+            phase: Phase::Admit.name().into(),
+        });
         self.source.topology = topology::Topology::read(&self.source.monitor).await?;
-        let mut other = Residency::connect(to_qmp, port_paths).await.context("the destination")?;
+        let mut other = Residency::connect(to_qmp, port_paths)
+            .await
+            .context("the destination")?;
         let plan = match residency::admit(&self.source, &mut other).await {
             Ok(plan) => plan,
             Err(error) => {
-                std::mem::take(&mut other.added).remove(&other.monitor).await;
+                std::mem::take(&mut other.added)
+                    .remove(&other.monitor)
+                    .await;
                 return Err(error);
             }
         };
         let prepared = other.open_ports(false).await;
         if let Err(error) = prepared {
-            std::mem::take(&mut other.added).remove(&other.monitor).await;
+            std::mem::take(&mut other.added)
+                .remove(&other.monitor)
+                .await;
             return Err(error.context("failed to prepare the destination's ports"));
         }
         let qemu = other.monitor.identity().await?.qemu;
@@ -801,7 +934,12 @@ impl Recorder {
             committed_at: None,
         });
         let to = self.enter_residency(&qemu, Some(from), "migration");
-        self.core.trail.log(Event::MigrationStarted { attempt: number, from, to, uri: options.uri });
+        self.core.trail.log(Event::MigrationStarted {
+            attempt: number,
+            from,
+            to,
+            uri: options.uri,
+        });
         if let Some(attempt) = &mut self.attempt {
             attempt.other.number = to;
             attempt.other.watch(self.facts_in.clone());
@@ -812,16 +950,17 @@ impl Recorder {
 
     fn cancel(&mut self, reply: &mpsc::UnboundedSender<Report>) {
         let now = self.core.clock.now();
-        let answer = (self.attempt.as_mut())
-            .map_or(CancelAnswer::Nothing, |attempt| attempt.machine.handle_cancel(now));
+        let answer = (self.attempt.as_mut()).map_or(CancelAnswer::Nothing, |attempt| {
+            attempt.machine.handle_cancel(now)
+        });
         let _ = reply.send(match answer {
             CancelAnswer::Taken => Report::Done,
             CancelAnswer::TooLate => Report::Refused {
                 reason: "too late to cancel: the VM's state is being handed over".into(),
             },
-            CancelAnswer::Nothing => {
-                Report::Refused { reason: "no migration is under way".into() }
-            }
+            CancelAnswer::Nothing => Report::Refused {
+                reason: "no migration is under way".into(),
+            },
         });
     }
 
@@ -831,7 +970,9 @@ impl Recorder {
         if is_source {
             self.take_source_fact(now, &fact.kind);
         }
-        let Some(attempt) = &mut self.attempt else { return };
+        let Some(attempt) = &mut self.attempt else {
+            return;
+        };
         let committed = attempt.committed_at.is_some();
         let side = match (is_source, committed) {
             (true, false) => Side::Source,
@@ -859,12 +1000,16 @@ impl Recorder {
                 if let (Err(reason), false) = (&result, matches!(command, Command::Continue)) {
                     tracing::info!("{side:?} refused {command:?}: {reason}");
                 }
-                attempt.machine.handle_reply(now, side, &command, result.map(|_| ()));
+                attempt
+                    .machine
+                    .handle_reply(now, side, &command, result.map(|_| ()));
             }
             FactKind::Queues(empty) => attempt.machine.handle_queues(now, empty),
             FactKind::Figures(figures) => attempt.figures = figures,
             FactKind::Closed(reason) => {
-                attempt.machine.handle_event(now, side, &VmmEvent::Closed(reason));
+                attempt
+                    .machine
+                    .handle_event(now, side, &VmmEvent::Closed(reason));
             }
         }
     }
@@ -890,18 +1035,24 @@ impl Recorder {
 
     async fn follow_attempt(&mut self, now: Instant) {
         loop {
-            let Some(attempt) = &mut self.attempt else { return };
+            let Some(attempt) = &mut self.attempt else {
+                return;
+            };
             if attempt.machine.poll_timeout().is_some_and(|at| at <= now) {
                 attempt.machine.handle_timeout(now);
             }
-            let Some(action) = attempt.machine.poll_action() else { break };
+            let Some(action) = attempt.machine.poll_action() else {
+                break;
+            };
             self.do_action(now, action).await;
         }
         self.follow_verification(now).await;
     }
 
     async fn do_action(&mut self, now: Instant, action: Action) {
-        let Some(attempt) = &mut self.attempt else { return };
+        let Some(attempt) = &mut self.attempt else {
+            return;
+        };
         match action {
             Action::Tell(side, command) => {
                 let residency = match side {
@@ -919,7 +1070,11 @@ impl Recorder {
                 }
             }
             Action::RecordBoundary => {
-                let session = self.source.attachment.as_ref().and_then(Attachment::session);
+                let session = self
+                    .source
+                    .attachment
+                    .as_ref()
+                    .and_then(Attachment::session);
                 attempt.boundaries = self.core.boundaries(session);
                 attempt.drained_bytes = attempt
                     .port_bytes_at_stop
@@ -934,20 +1089,29 @@ impl Recorder {
         let Some(attempt) = &self.attempt else { return };
         let (attempt, phase) = (attempt.number, phase.name().to_owned());
         tracing::info!(attempt, phase, "migration phase");
-        self.core.trail.log(Event::MigrationPhase { attempt, phase: phase.clone() });
+        self.core.trail.log(Event::MigrationPhase {
+            attempt,
+            phase: phase.clone(),
+        });
         self.core.report(Report::Phase { attempt, phase });
     }
 
     /// Reads all ports of the source until nothing is there, no longer than the drain budget allows.
     fn read_dry(&mut self, since: Instant) {
-        let budget = self.attempt.as_ref().map_or(Duration::ZERO, |attempt| attempt.options.drain_budget);
+        let budget = self
+            .attempt
+            .as_ref()
+            .map_or(Duration::ZERO, |attempt| attempt.options.drain_budget);
         for index in 0..self.source.ports.len() {
-            let Some(attachment) = &mut self.source.attachment else { return };
+            let Some(attachment) = &mut self.source.attachment else {
+                return;
+            };
             let core = &mut self.core;
             let port = &mut self.source.ports[index];
             loop {
-                let turn = port
-                    .read_turn(&mut self.scratch, |decoder| core.take(attachment, index, decoder));
+                let turn = port.read_turn(&mut self.scratch, |decoder| {
+                    core.take(attachment, index, decoder)
+                });
                 let more = turn.is_ok_and(|turn| turn.end == TurnEnd::More);
                 if !more || core.clock.now().since(since) >= budget {
                     break;
@@ -958,7 +1122,9 @@ impl Recorder {
 
     /// The destination runs: it is the VM now.
     fn commit_migration(&mut self, now: Instant) {
-        let Some(attempt) = &mut self.attempt else { return };
+        let Some(attempt) = &mut self.attempt else {
+            return;
+        };
         std::mem::swap(&mut self.source, &mut attempt.other);
         attempt.committed_at = Some(now);
         let left = &mut attempt.other;
@@ -967,7 +1133,10 @@ impl Recorder {
         left.ask_figures(self.facts_in.clone());
         std::mem::take(&mut left.added).remove_files();
         let residency = left.number;
-        self.core.trail.log(Event::ResidencyEnded { residency, reason: "migrated".into() });
+        self.core.trail.log(Event::ResidencyEnded {
+            residency,
+            reason: "migrated".into(),
+        });
         self.core.residency = self.source.number;
         self.core.resumed_at = Some(BTreeMap::new());
         self.attach(true);
@@ -980,7 +1149,9 @@ impl Recorder {
             self.enter_phase(Phase::Verify);
             return;
         }
-        let Some(mut attempt) = self.attempt.take() else { return };
+        let Some(mut attempt) = self.attempt.take() else {
+            return;
+        };
         let (name, reason) = match &outcome {
             Outcome::Cancelled => ("cancelled", None),
             Outcome::Failed(reason) => ("failed", Some(reason.clone())),
@@ -994,9 +1165,10 @@ impl Recorder {
         // Its bytes were never read: a destination that did not run has nothing to say.
         attempt.other.ports.clear();
         let residency = attempt.other.number;
-        self.core
-            .trail
-            .log(Event::ResidencyEnded { residency, reason: format!("migration {name}") });
+        self.core.trail.log(Event::ResidencyEnded {
+            residency,
+            reason: format!("migration {name}"),
+        });
         let added = std::mem::take(&mut attempt.other.added);
         let gone = tokio::time::timeout(Duration::from_millis(200), attempt.other.monitor.closed());
         if gone.await.is_ok() {
@@ -1011,13 +1183,19 @@ impl Recorder {
     /// After a commit: waits for the agent's streams to be introduced on the new ports, then reports.
     async fn follow_verification(&mut self, now: Instant) {
         let Some(attempt) = &self.attempt else { return };
-        let Some(committed_at) = attempt.committed_at else { return };
+        let Some(committed_at) = attempt.committed_at else {
+            return;
+        };
         let late = now.since(committed_at) >= VERIFY_DEADLINE;
         if !self.is_live() && !late {
             return;
         }
-        let Some(attempt) = self.attempt.take() else { return };
-        let continuous = self.is_live().then(|| self.core.gaps == attempt.gaps_before);
+        let Some(attempt) = self.attempt.take() else {
+            return;
+        };
+        let continuous = self
+            .is_live()
+            .then(|| self.core.gaps == attempt.gaps_before);
         let figures = match attempt.other.monitor.migration().await {
             Ok(figures) => figures,
             // A source that has ended can no longer be asked; its last figures must do.
@@ -1028,10 +1206,14 @@ impl Recorder {
         let resumed_at = self.core.resumed_at.take().unwrap_or_default();
         let resumed_at = resumed_at
             .into_iter()
-            .map(|(stream, sequence)| StreamEnd { cpu: stream.0, next: sequence.0 })
+            .map(|(stream, sequence)| StreamEnd {
+                cpu: stream.0,
+                next: sequence.0,
+            })
             .collect();
         if !self.is_live() {
-            self.core.warn("the VM runs at the destination, but its agent has not answered there yet");
+            self.core
+                .warn("the VM runs at the destination, but its agent has not answered there yet");
         }
         self.report_migration(&attempt, ended, continuous, resumed_at);
     }
@@ -1047,7 +1229,9 @@ impl Recorder {
             attempt: attempt.number,
             outcome: outcome.to_owned(),
             reason,
-            blackout_ns: (outcome == "committed").then(|| measured.blackout_ns()).flatten(),
+            blackout_ns: (outcome == "committed")
+                .then(|| measured.blackout_ns())
+                .flatten(),
             qemu_downtime_ms: attempt.figures.downtime_ms,
             drain_ns: measured.drain_ns,
             drained: measured.drained,
@@ -1067,9 +1251,10 @@ impl Recorder {
     ) {
         if ended.outcome == "committed" {
             let phase = Phase::Release.name().to_owned();
-            self.core
-                .trail
-                .log(Event::MigrationPhase { attempt: attempt.number, phase });
+            self.core.trail.log(Event::MigrationPhase {
+                attempt: attempt.number,
+                phase,
+            });
         }
         self.core.trail.log(Event::MigrationEnded(ended.clone()));
         let totals = self.core.totals();
@@ -1095,7 +1280,8 @@ impl Recorder {
             match self.stop_agent().await {
                 Ok(complete) => complete,
                 Err(error) => {
-                    self.core.warn(format!("the trail may lack its last pages: {error:#}"));
+                    self.core
+                        .warn(format!("the trail may lack its last pages: {error:#}"));
                     false
                 }
             }
@@ -1103,7 +1289,10 @@ impl Recorder {
         self.settle_store().await;
         if complete && let Some(session) = self.session() {
             let streams = self.core.boundaries(Some(session));
-            self.core.trail.log(Event::Stopped { session: session.to_string(), streams });
+            self.core.trail.log(Event::Stopped {
+                session: session.to_string(),
+                streams,
+            });
             self.core.collect_acks(session);
             self.send_acks();
             self.settle_ports().await;
@@ -1115,7 +1304,12 @@ impl Recorder {
         let residency = self.source.number;
         self.core.trail.log(Event::ResidencyEnded {
             residency,
-            reason: if self.qemu_ended.is_some() { "qemu ended" } else { "detached" }.into(),
+            reason: if self.qemu_ended.is_some() {
+                "qemu ended"
+            } else {
+                "detached"
+            }
+            .into(),
         });
         let added = std::mem::take(&mut self.source.added);
         self.source.ports.clear();
@@ -1125,10 +1319,17 @@ impl Recorder {
             added.remove(&self.source.monitor).await;
         }
         let totals = self.core.totals();
-        let report =
-            Report::Stopped { reason, complete, bytes: totals.bytes, pages: totals.pages };
+        let report = Report::Stopped {
+            reason,
+            complete,
+            bytes: totals.bytes,
+            pages: totals.pages,
+        };
         self.core.report(report.clone());
-        self.core.trail.close().context("failed to end the trail in order")?;
+        self.core
+            .trail
+            .close()
+            .context("failed to end the trail in order")?;
         Ok(report)
     }
 
@@ -1138,11 +1339,16 @@ impl Recorder {
             bail!("the agent does not answer");
         }
         let answer = self.ask(HostMessage::Stop, true).await?;
-        let session = self.session().ok_or_else(|| anyhow!("the agent's session is not known"))?;
+        let session = self
+            .session()
+            .ok_or_else(|| anyhow!("the agent's session is not known"))?;
         let deadline = self.core.clock.now().after(STOP_DEADLINE);
         while !self.core.ledger.holds(session, &answer.streams) {
             if self.core.clock.now() >= deadline {
-                bail!("the agent's last frames did not come within {} s", STOP_DEADLINE.as_secs());
+                bail!(
+                    "the agent's last frames did not come within {} s",
+                    STOP_DEADLINE.as_secs()
+                );
             }
             self.step(Some(self.core.clock.deadline(deadline))).await?;
         }
@@ -1154,7 +1360,9 @@ impl Recorder {
         let deadline = self.core.clock.now().after(STOP_DEADLINE);
         loop {
             self.kick_store(self.core.clock.now(), true);
-            let Some(commit) = &mut self.commit else { break };
+            let Some(commit) = &mut self.commit else {
+                break;
+            };
             let Ok(outcome) = commit.await else { break };
             self.commit = None;
             let (batch, outcome) = outcome;

@@ -282,7 +282,10 @@ fn open_fifo_pair(path: &Path) -> Result<HostSide> {
         let metadata = std::fs::metadata(path)
             .with_context(|| format!("failed to find the port's FIFO {}", path.display()))?;
         if !metadata.file_type().is_fifo() {
-            bail!("failed to open the port {}: it is not a FIFO", path.display());
+            bail!(
+                "failed to open the port {}: it is not a FIFO",
+                path.display()
+            );
         }
         // QEMU holds both FIFOs open for reading and writing, so a reader never sees an end of file while QEMU lives,
         // and opening the other for writing never fails for want of a reader.
@@ -296,19 +299,28 @@ fn open_fifo_pair(path: &Path) -> Result<HostSide> {
     let reader = open(&side(".out"), false)?;
     let lock = reader.try_clone().context("failed to lock the port")?;
     let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|_| {
-        anyhow!("another process reads the port {} already (another vmtrail?)", path.display())
+        anyhow!(
+            "another process reads the port {} already (another vmtrail?)",
+            path.display()
+        )
     })?;
     let writer = open(&side(".in"), true)?;
     // A refusal leaves 64 KiB, which works as well.
     let _ = nix::fcntl::fcntl(&reader, FcntlArg::F_SETPIPE_SZ(FIFO_BYTES));
     let reader = pipe::Receiver::from_file(reader)
         .with_context(|| format!("failed to watch the port {}", path.display()))?;
-    Ok(HostSide::Fifo { reader, writer: writer.into(), _lock: lock })
+    Ok(HostSide::Fifo {
+        reader,
+        writer: writer.into(),
+        _lock: lock,
+    })
 }
 
 fn connect_socket(path: &Path) -> Result<UnixStream> {
     let stream = std::os::unix::net::UnixStream::connect(path)
         .with_context(|| format!("failed to connect to the port's socket {}", path.display()))?;
-    stream.set_nonblocking(true).context("failed to make the port non-blocking")?;
+    stream
+        .set_nonblocking(true)
+        .context("failed to make the port non-blocking")?;
     UnixStream::from_std(stream).context("failed to watch the port's socket")
 }

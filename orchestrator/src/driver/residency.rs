@@ -110,7 +110,10 @@ impl Residency {
         }
         self.vm_ports = self.topology.ours().cloned().collect();
         if self.vm_ports.is_empty() {
-            bail!("the VM at {} has no port named vmtrail.N", self.monitor.path().display());
+            bail!(
+                "the VM at {} has no port named vmtrail.N",
+                self.monitor.path().display()
+            );
         }
         for port in &self.vm_ports {
             let address = match self.port_paths.get(&port.name) {
@@ -119,7 +122,11 @@ impl Residency {
                         Ok(_) => PortKind::Socket,
                         Err(_) => PortKind::Fifo,
                     };
-                    PortAddress { name: port.name.clone(), path: path.clone(), kind }
+                    PortAddress {
+                        name: port.name.clone(),
+                        path: path.clone(),
+                        kind,
+                    }
                 }
                 None => self.topology.address(port, self.monitor.pid())?,
             };
@@ -135,13 +142,21 @@ impl Residency {
         let task = tokio::spawn(async move {
             while let Ok(event) = events.recv().await {
                 if let Some(event) = vmm::event(&event)
-                    && facts.send(Fact { residency, kind: FactKind::Event(event) }).is_err()
+                    && facts
+                        .send(Fact {
+                            residency,
+                            kind: FactKind::Event(event),
+                        })
+                        .is_err()
                 {
                     return;
                 }
             }
             let reason = monitor.closed().await;
-            let _ = facts.send(Fact { residency, kind: FactKind::Closed(reason) });
+            let _ = facts.send(Fact {
+                residency,
+                kind: FactKind::Closed(reason),
+            });
         });
         self.watcher = Some(task.abort_handle());
     }
@@ -166,7 +181,10 @@ impl Residency {
         let (residency, monitor) = (self.number, self.monitor.clone());
         tokio::spawn(async move {
             let result = monitor.tell(&command).await;
-            let _ = facts.send(Fact { residency, kind: FactKind::Reply(command, result) });
+            let _ = facts.send(Fact {
+                residency,
+                kind: FactKind::Reply(command, result),
+            });
         });
     }
 
@@ -175,7 +193,10 @@ impl Residency {
         let (topology, ports) = (self.topology.clone(), self.vm_ports.clone());
         tokio::spawn(async move {
             let empty = monitor.queues_empty(&topology, &ports).await;
-            let _ = facts.send(Fact { residency, kind: FactKind::Queues(empty) });
+            let _ = facts.send(Fact {
+                residency,
+                kind: FactKind::Queues(empty),
+            });
         });
     }
 
@@ -183,7 +204,10 @@ impl Residency {
         let (residency, monitor) = (self.number, self.monitor.clone());
         tokio::spawn(async move {
             if let Ok(figures) = monitor.migration().await {
-                let _ = facts.send(Fact { residency, kind: FactKind::Figures(figures) });
+                let _ = facts.send(Fact {
+                    residency,
+                    kind: FactKind::Figures(figures),
+                });
             }
         });
     }
@@ -192,8 +216,7 @@ impl Residency {
 /// Judges both ends, and makes the destination's ports equal to the source's.
 pub(super) async fn admit(source: &Residency, destination: &mut Residency) -> Result<Plan> {
     let source_facts = vmm::end_facts(&source.monitor, &source.topology).await?;
-    let mut destination_facts =
-        vmm::end_facts(&destination.monitor, &destination.topology).await?;
+    let mut destination_facts = vmm::end_facts(&destination.monitor, &destination.topology).await?;
     let lacks_ours = (source_facts.devices.keys())
         .any(|id| topology::is_our_device(id) && !destination_facts.devices.contains_key(id));
     if lacks_ours && destination_facts.run_state == "inmigrate" {

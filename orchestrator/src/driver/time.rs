@@ -14,7 +14,9 @@ impl Clock {
     /// A clock that begins now. It begins at one second, so that nothing that is "never" looks like "just now".
     #[must_use]
     pub fn start() -> Self {
-        Self { start: tokio::time::Instant::now() - Duration::from_secs(1) }
+        Self {
+            start: tokio::time::Instant::now() - Duration::from_secs(1),
+        }
     }
 
     /// Now.
@@ -33,6 +35,8 @@ impl Clock {
 /// Host wall time in nanoseconds since the Unix epoch; 0 on a host whose clock is set before it.
 #[must_use]
 pub fn wall_ns() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
     vmtrail_continuity::time::nanos(since)
 }

@@ -59,7 +59,11 @@ impl VmPort {
     /// alternate, the control queues stand behind port 0's).
     #[must_use]
     pub fn out_queue(&self) -> u32 {
-        if self.number == 0 { 1 } else { 2 * (self.number + 1) + 1 }
+        if self.number == 0 {
+            1
+        } else {
+            2 * (self.number + 1) + 1
+        }
     }
 
     /// Whether the name is one of those that the agent serves.
@@ -89,7 +93,10 @@ impl Topology {
     ///
     /// QEMU does not answer.
     pub async fn read(monitor: &Monitor) -> Result<Self> {
-        let mut topology = Self { chardevs: monitor.chardevs().await?, ..Self::default() };
+        let mut topology = Self {
+            chardevs: monitor.chardevs().await?,
+            ..Self::default()
+        };
         let mut found_ports = Vec::new();
         for container in ["/machine/peripheral", "/machine/peripheral-anon"] {
             for (name, kind) in monitor.children(container).await? {
@@ -97,7 +104,9 @@ impl Topology {
                 if kind == "virtserialport" || kind == "virtconsole" {
                     found_ports.push((path, name, container.ends_with("peripheral")));
                 } else if kind.starts_with("virtio-serial") {
-                    topology.devices.extend(read_device(monitor, &path, &name).await?);
+                    topology
+                        .devices
+                        .extend(read_device(monitor, &path, &name).await?);
                 }
             }
         }
@@ -122,7 +131,9 @@ impl Topology {
                 chardev: text(monitor.property(&path, "chardev").await?),
             });
         }
-        topology.ports.sort_by_key(|port| (port.device, port.number));
+        topology
+            .ports
+            .sort_by_key(|port| (port.device, port.number));
         Ok(topology)
     }
 
@@ -135,11 +146,18 @@ impl Topology {
     #[must_use]
     pub fn facts(&self) -> EndFacts {
         let ports = self.ports.iter().map(|port| {
-            ((self.devices[port.device].id.clone(), port.number), port.name.clone())
+            (
+                (self.devices[port.device].id.clone(), port.number),
+                port.name.clone(),
+            )
         });
         EndFacts {
             ports: ports.collect(),
-            devices: self.devices.iter().map(|d| (d.id.clone(), d.max_ports)).collect(),
+            devices: self
+                .devices
+                .iter()
+                .map(|d| (d.id.clone(), d.max_ports))
+                .collect(),
             ..EndFacts::default()
         }
     }
@@ -161,9 +179,11 @@ impl Topology {
         }
         let path = our_fifo(&port.chardev).or_else(|| chardev_path_of_process(pid?, &port.chardev));
         match path {
-            Some(path) if description == "pipe" => {
-                Ok(PortAddress { name: port.name.clone(), path, kind: PortKind::Fifo })
-            }
+            Some(path) if description == "pipe" => Ok(PortAddress {
+                name: port.name.clone(),
+                path,
+                kind: PortKind::Fifo,
+            }),
             _ => bail!(
                 "failed to find where port \"{}\" is on this host: its chardev \"{}\" is \"{description}\"; \
                  vmtrail needs a `pipe` or a listening unix `socket` chardev (say where a pipe is with --port {}=PATH)",
@@ -210,7 +230,10 @@ async fn read_device(monitor: &Monitor, path: &str, name: &str) -> Result<Option
         Ok(children) => children,
         Err(_) => return Ok(None),
     };
-    let Some((bus, _)) = children.into_iter().find(|(_, kind)| kind == "virtio-serial-bus") else {
+    let Some((bus, _)) = children
+        .into_iter()
+        .find(|(_, kind)| kind == "virtio-serial-bus")
+    else {
         return Ok(None);
     };
     let max_ports = monitor.property(&backend, "max_ports").await?;
@@ -218,7 +241,10 @@ async fn read_device(monitor: &Monitor, path: &str, name: &str) -> Result<Option
         id: name.to_owned(),
         backend,
         bus,
-        max_ports: max_ports.as_u64().and_then(|max| u32::try_from(max).ok()).unwrap_or(31),
+        max_ports: max_ports
+            .as_u64()
+            .and_then(|max| u32::try_from(max).ok())
+            .unwrap_or(31),
     }))
 }
 
@@ -251,7 +277,10 @@ impl Added {
             }
         }
         for chardev in &self.chardevs {
-            if let Err(error) = monitor.run("chardev-remove", json!({ "id": chardev })).await {
+            if let Err(error) = monitor
+                .run("chardev-remove", json!({ "id": chardev }))
+                .await
+            {
                 tracing::warn!("failed to remove chardev {chardev}: {error:#}");
             }
         }
@@ -281,9 +310,15 @@ impl Added {
 pub async fn add_ports(monitor: &Monitor, topology: &Topology, added: &mut Added) -> Result<()> {
     let wanted = monitor.cpus().await?.clamp(1, MAX_ADDED_PORTS);
     let room = |device: &Device, index: usize| {
-        let used = topology.ports.iter().filter(|p| p.device == index && p.number > 0).count();
+        let used = topology
+            .ports
+            .iter()
+            .filter(|p| p.device == index && p.number > 0)
+            .count();
         let used = u32::try_from(used).unwrap_or(u32::MAX);
-        (device.max_ports - 1).min(MAX_PORTS_PER_DEVICE).saturating_sub(used)
+        (device.max_ports - 1)
+            .min(MAX_PORTS_PER_DEVICE)
+            .saturating_sub(used)
     };
     let best = (topology.devices.iter().enumerate())
         .map(|(index, device)| (room(device, index), device.bus.clone()))
@@ -331,7 +366,10 @@ pub async fn mirror_our_device(
     let path = format!("/machine/peripheral/{OUR_DEVICE}");
     let address = source.property(&path, "addr").await?;
     let parent = source.property(&path, "parent_bus").await?;
-    let bus = parent.as_str().and_then(|path| path.rsplit('/').next()).unwrap_or("pci.0");
+    let bus = parent
+        .as_str()
+        .and_then(|path| path.rsplit('/').next())
+        .unwrap_or("pci.0");
     let arguments = json!({
         "driver": "virtio-serial-pci", "id": OUR_DEVICE, "bus": bus,
         "addr": address.as_str().unwrap_or_default(),
@@ -392,7 +430,11 @@ async fn add_port(
         }
     };
     // The token is the directory's name, so that a later vmtrail finds the FIFOs of a chardev that it did not make.
-    let token = directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let token = directory
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned();
     let chardev = format!("vmtrail-{token}-{name}");
     let path = directory.join(name);
     let owner = qemu_owner(monitor.pid());
@@ -442,7 +484,10 @@ fn make_directory(pid: Option<i32>) -> Result<PathBuf> {
     for base in base_directories() {
         // QEMU as another user must pass through the base, but not list it.
         let mode = if owner.is_some() { 0o711 } else { 0o700 };
-        let made = std::fs::DirBuilder::new().recursive(true).mode(mode).create(&base);
+        let made = std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(mode)
+            .create(&base);
         let attempt = made.and_then(|()| {
             let metadata = std::fs::symlink_metadata(&base)?;
             if !metadata.is_dir() || metadata.uid() != nix::unistd::geteuid().as_raw() {
@@ -463,7 +508,10 @@ fn make_directory(pid: Option<i32>) -> Result<PathBuf> {
             Err(error) => failures.push(format!("{}: {error}", base.display())),
         }
     }
-    bail!("failed to make a directory for the ports' FIFOs ({})", failures.join("; "))
+    bail!(
+        "failed to make a directory for the ports' FIFOs ({})",
+        failures.join("; ")
+    )
 }
 
 fn token() -> String {
@@ -478,7 +526,9 @@ fn qemu_owner(pid: Option<i32>) -> Option<(u32, u32)> {
 }
 
 fn give_to(path: &Path, owner: Option<(u32, u32)>) -> Result<()> {
-    let Some((uid, gid)) = owner else { return Ok(()) };
+    let Some((uid, gid)) = owner else {
+        return Ok(());
+    };
     std::os::unix::fs::chown(path, Some(uid), Some(gid))
         .with_context(|| format!("failed to give {} to QEMU's user {uid}", path.display()))
 }
@@ -486,16 +536,24 @@ fn give_to(path: &Path, owner: Option<(u32, u32)>) -> Result<()> {
 /// The FIFO path of a chardev that a vmtrail added: its directory's name is part of the chardev's.
 fn our_fifo(chardev: &str) -> Option<PathBuf> {
     let (token, name) = chardev.strip_prefix("vmtrail-")?.split_once('-')?;
-    base_directories().into_iter().map(|base| base.join(token).join(name)).find(|path| {
-        let mut out = path.as_os_str().to_owned();
-        out.push(".out");
-        Path::new(&out).exists()
-    })
+    base_directories()
+        .into_iter()
+        .map(|base| base.join(token).join(name))
+        .find(|path| {
+            let mut out = path.as_os_str().to_owned();
+            out.push(".out");
+            Path::new(&out).exists()
+        })
 }
 
 fn process_arguments(pid: i32) -> Option<Vec<String>> {
     let bytes = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-    Some(bytes.split(|&byte| byte == 0).map(|arg| String::from_utf8_lossy(arg).into()).collect())
+    Some(
+        bytes
+            .split(|&byte| byte == 0)
+            .map(|arg| String::from_utf8_lossy(arg).into())
+            .collect(),
+    )
 }
 
 fn chardev_path_of_process(pid: i32, chardev: &str) -> Option<PathBuf> {
@@ -504,13 +562,20 @@ fn chardev_path_of_process(pid: i32, chardev: &str) -> Option<PathBuf> {
 
 /// The path of a chardev in QEMU's arguments (`-chardev KIND,id=…,path=…`, where `,,` is a comma).
 fn chardev_path(arguments: &[String], chardev: &str) -> Option<PathBuf> {
-    arguments.windows(2).filter(|pair| pair[0] == "-chardev").find_map(|pair| {
-        let options = split_options(&pair[1]);
-        let value = |key: &str| {
-            options.iter().find_map(|option| option.strip_prefix(key)?.strip_prefix('='))
-        };
-        (value("id") == Some(chardev)).then(|| value("path").map(PathBuf::from)).flatten()
-    })
+    arguments
+        .windows(2)
+        .filter(|pair| pair[0] == "-chardev")
+        .find_map(|pair| {
+            let options = split_options(&pair[1]);
+            let value = |key: &str| {
+                options
+                    .iter()
+                    .find_map(|option| option.strip_prefix(key)?.strip_prefix('='))
+            };
+            (value("id") == Some(chardev))
+                .then(|| value("path").map(PathBuf::from))
+                .flatten()
+        })
 }
 
 fn split_options(text: &str) -> Vec<String> {
@@ -518,9 +583,15 @@ fn split_options(text: &str) -> Vec<String> {
     let mut characters = text.chars().peekable();
     while let Some(character) = characters.next() {
         if character != ',' {
-            options.last_mut().expect("one option is there from the start").push(character);
+            options
+                .last_mut()
+                .expect("one option is there from the start")
+                .push(character);
         } else if characters.next_if_eq(&',').is_some() {
-            options.last_mut().expect("one option is there from the start").push(',');
+            options
+                .last_mut()
+                .expect("one option is there from the start")
+                .push(',');
         } else {
             options.push(String::new());
         }
@@ -535,7 +606,12 @@ mod tests {
     #[test]
     fn a_pipe_is_found_on_the_command_line() {
         let arguments: Vec<String> = [
-            "qemu", "-chardev", "socket,id=c0,path=/a", "-chardev", "pipe,path=/run/x,,y,id=c1", "-S",
+            "qemu",
+            "-chardev",
+            "socket,id=c0,path=/a",
+            "-chardev",
+            "pipe,path=/run/x,,y,id=c1",
+            "-S",
         ]
         .map(Into::into)
         .into();
@@ -552,7 +628,10 @@ mod tests {
             device: 0,
             chardev: String::new(),
         };
-        assert_eq!([port(0), port(1), port(2)].map(|port| port.out_queue()), [1, 5, 7]);
+        assert_eq!(
+            [port(0), port(1), port(2)].map(|port| port.out_queue()),
+            [1, 5, 7]
+        );
     }
 
     #[test]
@@ -584,19 +663,35 @@ mod tests {
             device: 0,
             chardev: "c0".into(),
         };
-        for description in ["disconnected:unix:/run/a.sock,server=on", "unix:/run/a.sock,server=on"] {
+        for description in [
+            "disconnected:unix:/run/a.sock,server=on",
+            "unix:/run/a.sock,server=on",
+        ] {
             let topology = Topology {
                 chardevs: [("c0".to_owned(), description.to_owned())].into(),
                 ..Topology::default()
             };
-            assert_eq!(topology.address(&port, None).unwrap().path, Path::new("/run/a.sock"));
+            assert_eq!(
+                topology.address(&port, None).unwrap().path,
+                Path::new("/run/a.sock")
+            );
             assert_eq!(topology.manager(None), None);
         }
         let managed = Topology {
-            chardevs: [("charmonitor".to_owned(), "unix:/var/lib/libvirt/qemu/x".to_owned())].into(),
+            chardevs: [(
+                "charmonitor".to_owned(),
+                "unix:/var/lib/libvirt/qemu/x".to_owned(),
+            )]
+            .into(),
             ..Topology::default()
         };
         assert_eq!(managed.manager(None), Some("libvirt"));
-        assert!(managed.address(&port, None).unwrap_err().to_string().contains("--port vmtrail.0="));
+        assert!(
+            managed
+                .address(&port, None)
+                .unwrap_err()
+                .to_string()
+                .contains("--port vmtrail.0=")
+        );
     }
 }

@@ -63,7 +63,11 @@ impl Monitor {
     pub async fn connect(path: &Path) -> Result<Self> {
         let client = Client::connect(path, ConnectOptions::default()).await?;
         let pid = client.peer_pid().and_then(|pid| i32::try_from(pid).ok());
-        Ok(Self { client, path: path.to_owned(), pid })
+        Ok(Self {
+            client,
+            path: path.to_owned(),
+            pid,
+        })
     }
 
     /// The socket.
@@ -107,7 +111,10 @@ impl Monitor {
         let reply = self.run("query-chardev", json!({})).await?;
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let chardevs = reply.as_array().map(Vec::as_slice).unwrap_or_default();
-        Ok(chardevs.iter().map(|c| (text(&c["label"]), text(&c["filename"]))).collect())
+        Ok(chardevs
+            .iter()
+            .map(|c| (text(&c["label"]), text(&c["filename"])))
+            .collect())
     }
 
     /// Children of an object: name and type.
@@ -121,7 +128,10 @@ impl Monitor {
         Ok(children
             .iter()
             .filter_map(|child| {
-                let kind = child["type"].as_str()?.strip_prefix("child<")?.strip_suffix('>')?;
+                let kind = child["type"]
+                    .as_str()?
+                    .strip_prefix("child<")?
+                    .strip_suffix('>')?;
                 Some((child["name"].as_str()?.to_owned(), kind.to_owned()))
             })
             .collect())
@@ -133,7 +143,8 @@ impl Monitor {
     ///
     /// As [`Monitor::run`].
     pub async fn property(&self, path: &str, property: &str) -> Result<Value> {
-        self.run("qom-get", json!({ "path": path, "property": property })).await
+        self.run("qom-get", json!({ "path": path, "property": property }))
+            .await
     }
 
     /// Number of vCPUs.
@@ -153,7 +164,9 @@ impl Monitor {
     /// As [`Monitor::run`].
     pub async fn run_state(&self) -> Result<String> {
         let reply = self.run("query-status", json!({})).await?;
-        let state = reply["status"].as_str().context("failed to read query-status: no status")?;
+        let state = reply["status"]
+            .as_str()
+            .context("failed to read query-status: no status")?;
         Ok(state.to_owned())
     }
 
@@ -172,7 +185,12 @@ impl Monitor {
             uuid: (uuid["UUID"].as_str())
                 .filter(|uuid| uuid.bytes().any(|byte| !matches!(byte, b'0' | b'-')))
                 .map(Into::into),
-            qemu: format!("{}.{}.{}", number("major"), number("minor"), number("micro")),
+            qemu: format!(
+                "{}.{}.{}",
+                number("major"),
+                number("minor"),
+                number("micro")
+            ),
         })
     }
 
@@ -206,15 +224,15 @@ impl Monitor {
     ///
     /// QEMU refused; as one line.
     pub async fn tell(&self, command: &Command) -> Result<Option<Event>, String> {
-        let capability = |name: &str, state: bool| {
-            json!({ "capabilities": [{ "capability": name, "state": state }] })
-        };
+        let capability = |name: &str, state: bool| json!({ "capabilities": [{ "capability": name, "state": state }] });
         let told = match command {
             Command::EnableEvents => {
-                self.run("migrate-set-capabilities", capability("events", true)).await
+                self.run("migrate-set-capabilities", capability("events", true))
+                    .await
             }
             Command::EnableReturnPath => {
-                self.run("migrate-set-capabilities", capability("return-path", true)).await
+                self.run("migrate-set-capabilities", capability("return-path", true))
+                    .await
             }
             Command::PauseBeforeSwitchover(state) => {
                 let arguments = capability("pause-before-switchover", *state);
@@ -223,12 +241,15 @@ impl Monitor {
             Command::Incoming(uri) => self.run("migrate-incoming", json!({ "uri": uri })).await,
             Command::Migrate(uri) => self.run("migrate", json!({ "uri": uri })).await,
             Command::Continue => {
-                self.run("migrate-continue", json!({ "state": "pre-switchover" })).await
+                self.run("migrate-continue", json!({ "state": "pre-switchover" }))
+                    .await
             }
             Command::Cancel => self.run("migrate_cancel", json!({})).await,
             Command::QueryStatus => {
                 let figures = self.migration().await.map_err(one_line)?;
-                return Ok(Some(Event::Status(status(figures.status.as_deref().unwrap_or("none")))));
+                return Ok(Some(Event::Status(status(
+                    figures.status.as_deref().unwrap_or("none"),
+                ))));
             }
             Command::QueryRunning => {
                 let state = self.run_state().await.map_err(one_line)?;
@@ -265,7 +286,9 @@ impl Monitor {
 /// Translates an event; `None` for those that say nothing about where the VM runs.
 #[must_use]
 pub fn event(event: &vmtrail_qmp::Event) -> Option<Event> {
-    let wall_ns = event.timestamp.map_or_else(super::time::wall_ns, |at| at.as_unix_ns());
+    let wall_ns = event
+        .timestamp
+        .map_or_else(super::time::wall_ns, |at| at.as_unix_ns());
     match event.name.as_str() {
         "MIGRATION" => Some(Event::Status(status(event.data.get("status")?.as_str()?))),
         "STOP" => Some(Event::Stopped { wall_ns }),
@@ -346,7 +369,10 @@ pub async fn end_facts(
     Ok(vmtrail_continuity::migration::admission::EndFacts {
         manager: topology.manager(monitor.pid()).map(Into::into),
         capabilities: monitor.capabilities().await.map_err(|error| {
-            anyhow!("failed to ask {} for its capabilities: {error:#}", monitor.path().display())
+            anyhow!(
+                "failed to ask {} for its capabilities: {error:#}",
+                monitor.path().display()
+            )
         })?,
         // A waiting destination reports itself as migrating once it listens; its run state says that it waits.
         migrating: migrating && run_state != "inmigrate",
