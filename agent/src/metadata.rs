@@ -8,7 +8,7 @@ use vmtrail_wire::agent_to_host::{MAX_METADATA_CHUNK, MAX_METADATA_ITEMS};
 use vmtrail_wire::crc32c;
 
 use crate::session::{Inventory, MetadataPiece};
-use crate::tracefs::read_small;
+use crate::tracefs::{fill, read_small};
 
 /// Bytes of one item at most. The largest there is, kallsyms, has 5 to 20 MiB.
 const MAX_ITEM: u64 = 128 << 20;
@@ -121,9 +121,9 @@ impl Metadata {
                 }
             }
         };
-        let mut bytes = Vec::new();
-        let room = MAX_METADATA_CHUNK as u64;
-        (&mut reading.source).take(room).read_to_end(&mut bytes)?;
+        let mut bytes = vec![0; MAX_METADATA_CHUNK];
+        let len = fill(&mut reading.source, &mut bytes)?;
+        bytes.truncate(len);
         reading.offset += bytes.len() as u64;
         let last = bytes.len() < MAX_METADATA_CHUNK || reading.offset >= MAX_ITEM;
         self.reading = Some(reading);

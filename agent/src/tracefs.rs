@@ -32,7 +32,7 @@ const BUFFER_PERCENT: &str = "25";
 const CMDLINES: u64 = 8192;
 
 /// Bytes of a small file of tracefs that are read at most.
-const MAX_SMALL_FILE: u64 = 4 << 20;
+const MAX_SMALL_FILE: usize = 4 << 20;
 
 /// Why the agent cannot trace. Each text says what to do.
 #[derive(Debug)]
@@ -715,9 +715,6 @@ pub fn available_memory() -> Option<u64> {
 
 /// A file's text; a longer one is cut at the bound.
 ///
-/// Read in large pieces and not by `read_to_end`, which begins with 32 bytes: `events/header_page` gives what fits into the
-/// first read and then says that it has ended (show_header, kernel/trace/trace_events.c), so that its last lines were never seen.
-///
 /// # Errors
 ///
 /// Of reading.
@@ -726,21 +723,36 @@ pub fn read_small(path: &Path) -> io::Result<String> {
     let mut bytes = vec![0; 16 << 10];
     let mut filled = 0;
     loop {
+        filled += fill(&mut file, &mut bytes[filled..])?;
+        if filled < bytes.len() || bytes.len() >= MAX_SMALL_FILE {
+            break;
+        }
+        bytes.resize(filled * 2, 0);
+    }
+    bytes.truncate(filled);
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// Reads until the buffer is full or the file ends; bytes read.
+///
+/// Not `read_to_end`, which begins with a probe of 32 bytes: `events/header_page` gives what fits into the first read
+/// and then says that it has ended (show_header, kernel/trace/trace_events.c), so that on kernel 6.1 its last lines
+/// were never seen.
+///
+/// # Errors
+///
+/// Of reading.
+pub fn fill(file: &mut impl Read, bytes: &mut [u8]) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < bytes.len() {
         match file.read(&mut bytes[filled..]) {
             Ok(0) => break,
             Ok(count) => filled += count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
-        if filled as u64 >= MAX_SMALL_FILE {
-            break;
-        }
-        if filled == bytes.len() {
-            bytes.resize(filled * 2, 0);
-        }
     }
-    bytes.truncate(filled);
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+    Ok(filled)
 }
 
 /// Sub-buffer size: `buffer_subbuf_size_kb` (6.8), else where the data of a page begins and how long it is.
@@ -861,6 +873,23 @@ fn refused(what: &str, error: &io::Error, hint: &str) -> TraceError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_that_ends_after_its_first_read_is_read_whole() {
+        struct ShowHeader(bool);
+        impl Read for ShowHeader {
+            fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+                if std::mem::replace(&mut self.0, true) {
+                    return Ok(0);
+                }
+                let len = bytes.len().min(200);
+                bytes[..len].fill(b'x');
+                Ok(len)
+            }
+        }
+        let mut bytes = [0; 4096];
+        assert_eq!(fill(&mut ShowHeader(false), &mut bytes).unwrap(), 200);
+    }
 
     #[test]
     fn stats_of_a_real_kernel() {
