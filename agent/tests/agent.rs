@@ -299,8 +299,16 @@ fn metadata_is_complete_and_true() {
         "events/sched/sched_switch/format",
         "trace_clock",
     ] {
-        let here = fs::read(agent.instance_dir().join(name)).unwrap();
-        assert_eq!(store.metadata[name], here, "{name}");
+        // Not fs::read: its first, short read is all that header_page gives, so it would confirm the same mistake.
+        let cat = Command::new("cat")
+            .arg(agent.instance_dir().join(name))
+            .output();
+        let here = cat.unwrap().stdout;
+        assert_eq!(
+            String::from_utf8_lossy(&store.metadata[name]),
+            String::from_utf8_lossy(&here),
+            "{name}"
+        );
     }
     let kallsyms = String::from_utf8_lossy(&store.metadata["proc/kallsyms"]);
     let here = fs::read("/proc/kallsyms").unwrap();
