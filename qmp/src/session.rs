@@ -34,8 +34,8 @@
 //!
 //! A command whose deadline passed still occupies its place in the window until QEMU answers; the
 //! answer is counted in [`Stats::late_replies_count`] and dropped.
-//! An answer without id (QEMU could not read the id) is that of the only command in flight, if there
-//! is exactly one; otherwise it is counted as a stray.
+//! An error without id (QEMU could not read the id) is that of the only command in flight, if there
+//! is exactly one; otherwise it, and any other answer to no command of ours, is counted as a stray.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -494,8 +494,11 @@ impl Session {
     ) {
         let id = match id {
             Some(id) => id.as_u64().map(CommandId),
-            // Without an id it can only be told whose it is if there is no choice.
-            None if self.in_flight.len() == 1 => self.in_flight.keys().next().copied(),
+            // QEMU always echoes the id of what succeeds, but cannot echo one that it could not read.
+            // Whose error that is can only be told if there is no choice.
+            None if result.is_err() && self.in_flight.len() == 1 => {
+                self.in_flight.keys().next().copied()
+            }
             None => None,
         };
         let Some((id, command)) = id.and_then(|id| self.in_flight.remove_entry(&id)) else {
