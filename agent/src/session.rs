@@ -357,7 +357,23 @@ struct Emptying {
 #[derive(Debug, Clone, Copy)]
 struct InHand {
     torn: bool,
-    pages_of: Option<(u32, Sequence)>,
+    what: Carried,
+}
+
+/// What a frame carries, as far as it matters when it is lost on the way to the port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Carried {
+    Pages {
+        cpu: u32,
+        sequence: Sequence,
+    },
+    Hello,
+    Quiesced {
+        id: u64,
+    },
+    Metadata,
+    /// State that is told again, or an answer that is asked for again.
+    Other,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -689,7 +705,10 @@ impl Session {
             header,
             Vec::new(),
             payload,
-            Some((cpu, retained.sequence)),
+            Carried::Pages {
+                cpu,
+                sequence: retained.sequence,
+            },
         );
     }
 
@@ -705,7 +724,7 @@ impl Session {
         match sent {
             Sent::Blocked { torn } => in_hand.torn |= torn,
             Sent::Whole => {
-                if let Some((cpu, sequence)) = in_hand.pages_of
+                if let Carried::Pages { cpu, sequence } = in_hand.what
                     && let Some(stream) = self.streams.get_mut(&cpu)
                 {
                     stream.sent_below = stream.sent_below.max(sequence.next());
@@ -714,21 +733,22 @@ impl Session {
                 port.sent_at = self.now;
             }
             Sent::Swallowed => {
-                // Within an epoch the host takes a gap for loss, so it must not see a later frame first.
-                let pages_of = in_hand.pages_of.map(|(cpu, _)| cpu);
+                let what = in_hand.what;
                 port.in_hand = None;
-                if let Some(stream) = pages_of.and_then(|cpu| self.streams.get_mut(&cpu)) {
-                    stream.replay_later = true;
-                    if port.replaying.take().is_some() {
-                        self.actions.push_back(Action::EndReplay { port: id });
+                match what {
+                    // Within an epoch the host takes a gap for loss, so it must not see a later frame first.
+                    Carried::Pages { cpu, .. } => {
+                        if let Some(stream) = self.streams.get_mut(&cpu) {
+                            stream.replay_later = true;
+                        }
+                        if port.replaying.take().is_some() {
+                            self.actions.push_back(Action::EndReplay { port: id });
+                        }
                     }
-                } else if self
-                    .metadata
-                    .sending
-                    .as_ref()
-                    .is_some_and(|sending| sending.port == id)
-                {
-                    self.send_all_metadata(id);
+                    Carried::Hello => port.answers.push_front(Answer::Hello),
+                    Carried::Quiesced { id } => port.answers.push_front(Answer::Quiesced { id }),
+                    Carried::Metadata => self.send_all_metadata(id),
+                    Carried::Other => {}
                 }
             }
         }
@@ -941,8 +961,14 @@ impl Session {
         let mut sooner = |at: u64| next = Some(next.map_or(at, |next| next.min(at)));
         for (cpu, stream) in &self.streams {
             if self.may_harvest(*cpu) {
-                sooner(self.tick_at);
+                // When all is quiet, looking for full pages and for others comes to the same, at the same pace.
+                if self.tick < self.about.idle_flush_ns {
+                    sooner(self.tick_at);
+                }
                 sooner(stream.flush_at);
+            }
+            if stream.replay_later && stream.port.is_some() {
+                sooner(self.tick_at.max(self.now + MILLISECOND));
             }
         }
         if self.speaker().is_some() {
@@ -1428,7 +1454,16 @@ impl Session {
             cpu,
             pages: frame.pages,
         };
-        self.send(id, header, Vec::new(), payload, Some((cpu, frame.sequence)));
+        self.send(
+            id,
+            header,
+            Vec::new(),
+            payload,
+            Carried::Pages {
+                cpu,
+                sequence: frame.sequence,
+            },
+        );
         true
     }
 
@@ -1625,7 +1660,13 @@ impl Session {
             ..FrameHeader::new(kind, self.about.session, self.epoch(id), StreamId::SESSION)
         };
         self.next_session_frame = self.next_session_frame.next();
-        self.send(id, header, body, Payload::Bytes(payload), None);
+        let what = match message {
+            AgentMessage::Hello(_) => Carried::Hello,
+            AgentMessage::Quiesced(quiesced) => Carried::Quiesced { id: quiesced.id },
+            AgentMessage::Metadata(_) => Carried::Metadata,
+            _ => Carried::Other,
+        };
+        self.send(id, header, body, Payload::Bytes(payload), what);
     }
 
     fn send(
@@ -1634,13 +1675,10 @@ impl Session {
         header: FrameHeader,
         body: Vec<u8>,
         payload: Payload,
-        pages_of: Option<(u32, Sequence)>,
+        what: Carried,
     ) {
         if let Some(port) = self.ports.get_mut(&id) {
-            port.in_hand = Some(InHand {
-                torn: false,
-                pages_of,
-            });
+            port.in_hand = Some(InHand { torn: false, what });
             self.actions.push_back(Action::Send {
                 port: id,
                 header,
@@ -1672,3 +1710,6 @@ impl Metadata {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
