@@ -43,6 +43,7 @@ enum Cmd {
         #[arg(long)]
         quiet: bool,
     },
+    Naive,
 }
 
 fn main() -> ExitCode {
@@ -65,6 +66,22 @@ fn run(command: Cmd) -> Result<ExitCode> {
                 setup::setup(&lab, kernel)?;
                 println!("lab: ready ({})", lab.root().display());
             }
+        }
+        Cmd::Naive => {
+            let ready = setup::setup(&lab, Release::V6_1)?;
+            let events = ["sched", "irq", "timer", "kmem", "raw_syscalls"].map(str::to_owned);
+            let n = vmtrail_tests::lab::naive::run(
+                &lab,
+                &ready,
+                &lab.dir("demo")?.join("x"),
+                &events,
+                3,
+                std::time::Duration::from_secs(3),
+            )?;
+            println!(
+                "{} {} pages {} events {:?}",
+                n.finding, n.evidence.pages, n.evidence.events, n.migrations
+            );
         }
         Cmd::Shell {
             kernel,

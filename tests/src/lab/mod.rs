@@ -31,7 +31,9 @@ pub mod cpio;
 pub mod guest;
 pub mod initramfs;
 pub mod kernel;
+pub mod naive;
 pub mod process;
+pub mod qmp;
 pub mod setup;
 
 /// The lab's directory and what belongs into it.
