@@ -12,9 +12,13 @@
 //!   agent's replay brings it back.
 //! - **Nothing that a guest sends becomes a path.** Names of metadata are keys inside manifests.
 
+pub mod crash_disk;
 pub mod event;
 pub mod format;
+pub mod metadata;
 mod reader;
+mod recovery;
+mod sink;
 pub mod storage;
 mod writer;
 
@@ -26,7 +30,11 @@ use vmtrail_wire::{Epoch, Sequence, SessionId, StreamId};
 
 pub use event::{Event, LogLine};
 pub use format::{TrailId, VmIdentity};
-pub use writer::{Batch, Durable, TrailWriter, WriterOptions};
+pub use reader::{
+    Damage, DamageKind, Entry, EventLine, EventLines, Frames, Place, SegmentFile, StoredFrame,
+    Torn, TrailReader,
+};
+pub use writer::{Batch, Durable, MIN_FREE_BYTES, TrailWriter, WriterOptions};
 
 /// What opening an existing trail found.
 #[derive(Debug, Clone, Default)]
@@ -100,7 +108,9 @@ pub enum TrailError {
         written_by: String,
     },
     /// Too little room to begin.
-    #[error("{dir} has {free} bytes free on its filesystem; a trail needs at least {needed} to begin")]
+    #[error(
+        "{dir} has {free} bytes free on its filesystem; a trail needs at least {needed} to begin"
+    )]
     Full {
         /// The directory.
         dir: PathBuf,
@@ -198,4 +208,18 @@ fn holder(pid: Option<u32>) -> String {
         || "another process".to_owned(),
         |pid| format!("process {pid}"),
     )
+}
+
+/// Dresses an I/O error with what was being done to which file.
+fn io_error(
+    storage: &dyn storage::Storage,
+    operation: &'static str,
+    name: &str,
+) -> impl FnOnce(io::Error) -> TrailError {
+    let path = storage.place(name);
+    move |source| TrailError::Io {
+        operation,
+        path,
+        source,
+    }
 }
