@@ -223,6 +223,7 @@ impl Core {
     }
 
     fn take_hello(&mut self, session: SessionId, port: usize, hello: AgentHello) {
+        tracing::debug!(port, %session, streams = ?hello.streams, "heard Hello");
         let known = self
             .sessions
             .get(&session)

@@ -54,8 +54,9 @@ const MAX_WAITING_BYTES: usize = 32 << 20;
 const STORE_RETRY: Duration = Duration::from_millis(500);
 /// How often the clocks are compared.
 const CLOCK_INTERVAL: Duration = Duration::from_secs(10);
-/// How long the agent may take to answer a request.
-const AGENT_DEADLINE: Duration = Duration::from_secs(10);
+/// How long the agent may take to answer a request. Switching a thousand tracepoints patches the guest's kernel code on all
+/// its CPUs, which took 5 s in an emulated guest on a busy host; nobody is held meanwhile.
+const AGENT_DEADLINE: Duration = Duration::from_secs(60);
 /// How long the last frames may take after a stop.
 const STOP_DEADLINE: Duration = Duration::from_secs(10);
 /// How long after a commit the agent may take to introduce its streams again.
@@ -667,6 +668,7 @@ impl Recorder {
                 resume_from,
             }),
         };
+        tracing::debug!(port, %epoch, have_metadata, "say Hello");
         if let Some(port) = self.source.ports.get_mut(port) {
             port.send(&envelope.encode());
         }

@@ -261,26 +261,48 @@ impl Monitor {
 
     /// Whether all queues from the guest to these ports are empty: `None` where this QEMU cannot tell.
     ///
-    /// Empty is: nothing popped and unfinished (`inuse`), and nothing made available that was not used. The index is
-    /// taken from the ring itself (`avail.idx`): `shadow-avail-idx` is a cache and was seen at 6 when the ring said 133.
+    /// Empty is: nothing popped and unfinished (`inuse`), and nothing made available that was not used. What was made
+    /// available stands in the ring itself; `shadow-avail-idx` is a cache and was seen at 6 when the ring said 133.
+    ///
+    /// It is read from guest memory with the monitor's `xp`, and never with `x-query-virtio-queue-element`: on an empty
+    /// queue that command walks a descriptor which the guest has long freed, and on what it finds there calls
+    /// virtio_error() ("Desc next is 13"), which marks the device as broken. It then never serves a port again, and the mark
+    /// migrates with the VM. Seen with QEMU 7.2 at the second migration of a guest.
     pub async fn queues_empty(&self, topology: &Topology, ports: &[VmPort]) -> Option<bool> {
         for port in ports {
             let backend = &topology.devices.get(port.device)?.backend;
             let arguments = json!({ "path": backend, "queue": port.out_queue() });
-            let status = self.run("x-query-virtio-queue-status", arguments.clone());
-            let element = self.run("x-query-virtio-queue-element", arguments);
-            let (status, element) = tokio::join!(status, element);
-            let status = status.ok()?;
-            let inuse = status["inuse"].as_u64()?;
-            let last_avail = status["last-avail-idx"].as_u64()?;
-            let used = status["used-idx"].as_u64()?;
-            let avail = element.ok()?["avail"]["idx"].as_u64()?;
-            if inuse != 0 || avail != last_avail || avail != used {
+            let status = self.run("x-query-virtio-queue-status", arguments).await.ok()?;
+            let field = |name: &str| status[name].as_u64();
+            let (last_avail, used) = (field("last-avail-idx")?, field("used-idx")?);
+            let avail = self.read_u16(field("vring-avail")?.checked_add(AVAIL_IDX)?).await?;
+            // The ring cannot be further ahead than it is long: else this is not the ring (an IOMMU stands before it).
+            let ahead = avail.wrapping_sub(u16::try_from(last_avail).ok()?);
+            if u64::from(ahead) > field("vring-num")? {
+                return None;
+            }
+            if field("inuse")? != 0 || ahead != 0 || last_avail != used {
                 return Some(false);
             }
         }
         Some(true)
     }
+
+    /// Two bytes of guest-physical memory, little-endian.
+    async fn read_u16(&self, address: u64) -> Option<u16> {
+        let line = format!("xp /1hx {address:#x}");
+        let reply = self.run("human-monitor-command", json!({ "command-line": line })).await.ok()?;
+        parse_xp(reply.as_str()?)
+    }
+}
+
+/// Offset of `idx` in `struct vring_avail` (virtio specification 2.7.6).
+const AVAIL_IDX: u64 = 2;
+
+/// The value in the monitor's answer to `xp /1hx` (`0000000029ee802: 0x022e`).
+fn parse_xp(text: &str) -> Option<u16> {
+    let value = text.trim().rsplit_once(": 0x")?.1;
+    u16::from_str_radix(value.trim(), 16).ok()
 }
 
 /// Translates an event; `None` for those that say nothing about where the VM runs.
@@ -397,6 +419,12 @@ mod tests {
         assert_eq!(figures.megabits, Some(812));
         assert_eq!(figures.passes, Some(4));
         assert_eq!(super::figures(&json!({})), MigrationFigures::default());
+    }
+
+    #[test]
+    fn guest_memory_is_read_from_the_monitors_text() {
+        assert_eq!(parse_xp("0000000029ee802: 0x022e\r\n"), Some(0x22e));
+        assert_eq!(parse_xp("Cannot access memory"), None);
     }
 
     #[test]
