@@ -734,6 +734,35 @@ fn hellos_of_another_session_do_not_free_what_this_one_keeps() {
 }
 
 #[test]
+fn a_stream_that_moves_is_replayed_where_it_goes() {
+    let mut world = World::new(2);
+    let ports = [PortId(0), PortId(1)];
+    for port in ports {
+        world.plug(port, true);
+    }
+    for port in ports {
+        world.unblock(port, 1000);
+        world.hello(port);
+        world.read(port, 1000);
+    }
+    world.make_pages(1, 5);
+    world.pass(SECOND);
+    assert!(!world.lines[&PortId(1)].bytes.is_empty());
+    // Gone before it was read, and the other port's reader must not see a gap.
+    world.plug(PortId(1), false);
+    world.make_pages(1, 5);
+    world.pass(SECOND);
+    world.read(PortId(0), 1000);
+    let pages: usize = world.kept[&1]
+        .frames
+        .iter()
+        .map(|(_, pages)| pages.len())
+        .sum();
+    assert_eq!(pages, 10);
+    world.settle();
+}
+
+#[test]
 fn a_future_host_is_refused_in_words() {
     let mut world = attached_world();
     let hello = HostHello {

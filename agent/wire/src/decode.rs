@@ -434,6 +434,9 @@ mod tests {
     }
 
     proptest::proptest! {
+        // Each case is some hundred kilobytes of bytes; made one by one, they are what takes the time.
+        #![proptest_config(proptest::prelude::ProptestConfig { cases: 32, ..Default::default() })]
+
         #[test]
         fn any_bytes_are_survived_and_bounded(chunks in proptest::collection::vec(proptest::collection::vec(0u8..=255, 0..9000), 0..20), seed in 0u8..4) {
             let mut decoder = Decoder::new();
