@@ -2,7 +2,7 @@
 //!
 //! [`Client::connect`] opens the socket, negotiates, asks for the VM's state, and leaves a task
 //! behind that owns the socket. [`Client`] is a handle on it, cheap to clone; the connection ends
-//! when the last handle is dropped.
+//! when the last handle is dropped, and what was written by then takes effect.
 //!
 //! - [`execute`](Client::execute) sends when it is first polled. Dropping its future afterwards loses
 //!   nothing: the command takes effect and its answer is dropped.
@@ -27,7 +27,7 @@ use tokio::time::Instant;
 
 use crate::command::{Command, MigrationInfo, QueryMigrate, QueryStatus, StatusInfo};
 use crate::error::{CloseReason, CommandError, ConnectError, ExecuteError};
-use crate::event::is_critical;
+use crate::event::{Budget, is_critical};
 use crate::message::{Event, Greeting, excerpt};
 use crate::session::{CommandId, Outcome, Session, SessionConfig, State, Stats};
 
@@ -40,7 +40,8 @@ const READ_BYTES: usize = 64 << 10;
 /// Events of the kind that may be dropped: most that wait in one receiver.
 pub const MAX_RECEIVER_EVENTS: usize = 1024;
 
-/// Events that must not be dropped: most that wait in one receiver. At this the receiver ends with
+/// Events that must not be dropped: most that wait in one receiver (and at most
+/// [`MAX_QUEUED_BYTES`](crate::event::MAX_QUEUED_BYTES) of them). At this the receiver ends with
 /// [`EventsEnded::Overrun`], which is a loss that is told; the connection goes on.
 pub const MAX_RECEIVER_CRITICAL_EVENTS: usize = 65_536;
 
@@ -123,11 +124,7 @@ impl Client {
         let stream = match UnixStream::connect(path).await {
             Ok(stream) => stream,
             Err(error) => {
-                return Err(connect_error(
-                    path,
-                    error,
-                    options.session.greeting_deadline,
-                ));
+                return Err(connect_error(path, error));
             }
         };
         Self::over(stream, path, options).await
@@ -363,7 +360,7 @@ pub enum EventsEnded {
     /// The connection ended; all its events were given before.
     #[error("the connection ended: {0}")]
     Closed(#[source] CloseReason),
-    /// The receiver was not read while [`MAX_RECEIVER_CRITICAL_EVENTS`] came, and the next had to be
+    /// The receiver was not read until its bound was reached, and an event that matters had to be
     /// dropped. Subscribe anew and ask for the state.
     #[error("events were not taken for so long that one that matters had to be dropped")]
     Overrun,
@@ -393,10 +390,8 @@ impl EventReceiver {
     /// The next event if one waits, or the end if it was reached; `None` if there is nothing yet.
     pub fn try_recv(&mut self) -> Option<Result<Arc<Event>, EventsEnded>> {
         let mut inner = lock(&self.queue.inner);
-        if let Some(event) = inner.events.pop_front() {
-            if is_critical(&event.name) {
-                inner.critical_count -= 1;
-            }
+        if let Some((event, line_bytes)) = inner.events.pop_front() {
+            inner.budget(is_critical(&event.name)).release(line_bytes);
             return Some(Ok(event));
         }
         inner.ended.clone().map(Err)
@@ -426,36 +421,49 @@ struct Queue {
 
 #[derive(Debug, Default)]
 struct QueueInner {
-    events: VecDeque<Arc<Event>>,
-    critical_count: usize,
+    /// With the length of each one's line.
+    events: VecDeque<(Arc<Event>, usize)>,
+    critical: Budget,
+    others: Budget,
     dropped_count: u64,
     ended: Option<EventsEnded>,
     abandoned: bool,
 }
 
+impl QueueInner {
+    fn budget(&mut self, critical: bool) -> &mut Budget {
+        if critical {
+            &mut self.critical
+        } else {
+            &mut self.others
+        }
+    }
+}
+
 impl Queue {
     /// Whether the receiver still wants more.
-    fn push(&self, event: &Arc<Event>) -> bool {
+    fn push(&self, event: &Arc<Event>, line_bytes: usize) -> bool {
         let mut inner = lock(&self.inner);
         if inner.abandoned || inner.ended.is_some() {
             return false;
         }
-        if is_critical(&event.name) {
-            if inner.critical_count >= MAX_RECEIVER_CRITICAL_EVENTS {
-                inner.ended = Some(EventsEnded::Overrun);
-                drop(inner);
-                self.arrived.notify_one();
-                return false;
-            }
-            inner.critical_count += 1;
-        } else if inner.events.len() - inner.critical_count >= MAX_RECEIVER_EVENTS {
+        let critical = is_critical(&event.name);
+        let max = if critical {
+            MAX_RECEIVER_CRITICAL_EVENTS
+        } else {
+            MAX_RECEIVER_EVENTS
+        };
+        let admitted = inner.budget(critical).admit(line_bytes, max);
+        if admitted {
+            inner.events.push_back((Arc::clone(event), line_bytes));
+        } else if critical {
+            inner.ended = Some(EventsEnded::Overrun);
+        } else {
             inner.dropped_count += 1;
-            return true;
         }
-        inner.events.push_back(Arc::clone(event));
         drop(inner);
         self.arrived.notify_one();
-        true
+        admitted || !critical
     }
 
     fn end(&self, why: EventsEnded) {
@@ -619,12 +627,13 @@ impl Driver {
                         let _ = reply.send(result);
                     }
                 }
-                Outcome::Event(event) => {
+                Outcome::Event { event, line_bytes } => {
                     tracing::trace!(name = event.name, "event");
                     let event = Arc::new(event);
-                    lock(&self.shared.subscribers)
+                    let mut subscribers = lock(&self.shared.subscribers);
+                    subscribers
                         .queues
-                        .retain(|queue| queue.push(&event));
+                        .retain(|queue| queue.push(&event, line_bytes));
                 }
                 Outcome::Closed(reason) => self.announce_end(reason),
             }
@@ -667,7 +676,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn connect_error(path: &Path, error: io::Error, after: Duration) -> ConnectError {
+fn connect_error(path: &Path, error: io::Error) -> ConnectError {
     let path: PathBuf = path.to_owned();
     match error.kind() {
         io::ErrorKind::NotFound => ConnectError::Missing { path },
@@ -683,7 +692,7 @@ fn connect_error(path: &Path, error: io::Error, after: Duration) -> ConnectError
         },
         // The listener's backlog is full of clients that wait for the one that holds the monitor
         // (QEMU listens with a backlog of 1).
-        io::ErrorKind::WouldBlock => ConnectError::Busy { path, after },
+        io::ErrorKind::WouldBlock => ConnectError::Busy { path, waited: None },
         io::ErrorKind::InvalidInput => ConnectError::PathTooLong { path },
         _ => ConnectError::Io {
             path,
@@ -709,7 +718,10 @@ fn kind_of(kind: std::fs::FileType) -> &'static str {
 fn closed_error(path: &Path, reason: CloseReason) -> ConnectError {
     let path = path.to_owned();
     match reason {
-        CloseReason::GreetingTimeout { after } => ConnectError::Busy { path, after },
+        CloseReason::GreetingTimeout { after } => ConnectError::Busy {
+            path,
+            waited: Some(after),
+        },
         CloseReason::NotQmp(detail) => {
             // `monitor/hmp.c` greets with "QEMU <version> monitor - type 'help' for more information".
             let human_monitor = detail.contains("monitor - type");

@@ -297,16 +297,20 @@ pub enum ConnectError {
     },
     /// Another client holds the monitor.
     #[error(
-        "failed to connect to QMP at {path}: no greeting came within {} ms. A QMP socket serves one \
-         client at a time and parks the others silently, so another one (libvirt, another manager, \
-         another vmtrail) probably holds this one. Give vmtrail its own: \
-         `-qmp unix:OTHER-PATH,server=on,wait=off`", after.as_millis(), path = path.display()
+        "failed to connect to QMP at {path}: {}. A QMP socket serves one client at a time and parks \
+         the others silently, so another one (libvirt, another manager, another vmtrail) probably \
+         holds this one. Give vmtrail its own: `-qmp unix:OTHER-PATH,server=on,wait=off`",
+        waited.map_or_else(
+            || "its queue of waiting clients is full".to_owned(),
+            |waited| format!("no greeting came within {} ms", waited.as_millis()),
+        ),
+        path = path.display()
     )]
     Busy {
         /// The path that was tried.
         path: std::path::PathBuf,
-        /// How long we waited.
-        after: Duration,
+        /// How long we waited; `None` where we could not even queue.
+        waited: Option<Duration>,
     },
     /// Somebody listens who does not speak QMP.
     #[error(

@@ -140,6 +140,35 @@ pub fn is_critical(name: &str) -> bool {
     )
 }
 
+/// Most bytes of events (as lines) in one queue, for each of the two kinds; parsed, they may take
+/// thirty times that.
+pub const MAX_QUEUED_BYTES: usize = 8 << 20;
+
+/// How many events of one kind wait in a queue, and how many bytes their lines had.
+#[derive(Debug, Default)]
+pub(crate) struct Budget {
+    pub(crate) count: usize,
+    pub(crate) bytes: usize,
+}
+
+impl Budget {
+    /// Counts an event in, if there is room for it.
+    pub(crate) fn admit(&mut self, bytes: usize, max_count: usize) -> bool {
+        let fits = self.count < max_count && self.bytes + bytes <= MAX_QUEUED_BYTES;
+        if fits {
+            self.count += 1;
+            self.bytes += bytes;
+        }
+        fits
+    }
+
+    /// Counts out an event that was admitted.
+    pub(crate) fn release(&mut self, bytes: usize) {
+        self.count -= 1;
+        self.bytes -= bytes;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;

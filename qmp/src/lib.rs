@@ -23,7 +23,7 @@
 //!
 //! | module | subject |
 //! | --- | --- |
-//! | [`line`] | bytes to lines, bounded |
+//! | [`mod@line`] | bytes to lines, bounded |
 //! | [`message`] | a line to greeting, return, error or event |
 //! | [`event`] | the events that mean something to us, and which of them are never dropped |
 //! | [`command`] | typed commands; replies that tolerate a newer QEMU |

@@ -1,8 +1,8 @@
 //! Bytes to lines: QMP is one JSON object a line.
 //!
-//! QEMU ends each message with `\r\n` and writes none over several lines unless `pretty=on` was
-//! asked of the monitor (`monitor/qmp.c: qmp_send_response`, `qobject/qjson.c`). A pretty monitor is
-//! rare and would have to be configured by hand for us; it shows as a parse error that says so.
+//! QEMU ends each message with `\r\n` and writes none over several lines, unless `pretty=on` was
+//! asked of the monitor (`monitor/qmp.c: qmp_send_response`), which
+//! [`MessageError::Pretty`](crate::message::MessageError::Pretty) names.
 
 /// Most bytes a line may have, its line feed not counted: 16 MiB.
 ///

@@ -20,11 +20,11 @@ use serde_json::value::RawValue;
 
 use crate::error::{ErrorClass, QmpError};
 
-/// Most bytes of an event's line: 1 MiB. QEMU's largest events are a few KiB.
+/// Most bytes of an event's line: 256 KiB. QEMU's largest events are a few KiB.
 ///
 /// Events are held parsed, which may take thirty times their text, and they are held in queues; so
 /// their bound is lower than that of a line.
-pub const MAX_EVENT_BYTES: usize = 1 << 20;
+pub const MAX_EVENT_BYTES: usize = 256 << 10;
 
 /// One message from the peer.
 #[derive(Debug)]
@@ -125,6 +125,12 @@ pub enum MessageError {
         /// How the line begins.
         excerpt: String,
     },
+    /// The first line of an object that is spread over several.
+    #[error(
+        "the monitor spreads its messages over several lines: it was configured with `pretty=on`, \
+         which has to go"
+    )]
+    Pretty,
     /// An object with none of the four keys.
     #[error("the object is neither greeting, return, error nor event: {excerpt}")]
     Unknown {
@@ -142,6 +148,9 @@ pub enum MessageError {
 impl Message {
     /// Reads one line.
     pub fn parse(line: &[u8]) -> Result<Self, MessageError> {
+        if line == b"{" {
+            return Err(MessageError::Pretty);
+        }
         let not_json = |error: serde_json::Error| MessageError::NotJson {
             reason: error.to_string(),
             excerpt: excerpt(line),
@@ -473,7 +482,7 @@ mod tests {
 
     #[test]
     fn depth_does_not_overflow_the_stack() {
-        let deep = "[".repeat(200_000) + &"]".repeat(200_000);
+        let deep = "[".repeat(100_000) + &"]".repeat(100_000);
         // A value stays text until somebody asks for it; a deep event is refused when it is parsed.
         assert!(Message::parse(format!(r#"{{"return": {deep}}}"#).as_bytes()).is_ok());
         assert!(Message::parse(format!(r#"{{"event": "X", "data": {deep}}}"#).as_bytes()).is_err());

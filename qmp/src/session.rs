@@ -44,7 +44,7 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 
 use crate::error::{CloseReason, CommandError, QmpError};
-use crate::event::is_critical;
+use crate::event::{Budget, is_critical};
 use crate::line::{DEFAULT_MAX_LINE_BYTES, LineSplitter};
 use crate::message::{Event, Greeting, Message, excerpt};
 
@@ -62,9 +62,6 @@ pub const MAX_WAITING_EVENTS: usize = 1024;
 
 /// Events that must not be dropped: most that wait. At this the connection is given up, loudly.
 pub const MAX_WAITING_CRITICAL_EVENTS: usize = 65_536;
-
-/// Most bytes of events (as lines) that wait, for each of the two kinds.
-pub const MAX_WAITING_EVENT_BYTES: usize = 32 << 20;
 
 /// What is fixed when a session begins.
 #[derive(Debug, Clone)]
@@ -114,7 +111,12 @@ pub enum Outcome {
     /// that was [submitted](Session::submit).
     Reply(CommandId, Result<Box<RawValue>, CommandError>),
     /// Something happened in QEMU.
-    Event(Event),
+    Event {
+        /// What.
+        event: Event,
+        /// The length of its line: what it counts where events are held.
+        line_bytes: usize,
+    },
     /// The connection is over. The last outcome.
     Closed(CloseReason),
 }
@@ -178,9 +180,9 @@ pub struct Session {
     /// Lines to be written.
     transmit: VecDeque<Vec<u8>>,
 
-    outcomes: VecDeque<Queued>,
-    events: EventBudget,
-    critical_events: EventBudget,
+    outcomes: VecDeque<Outcome>,
+    events: Budget,
+    critical_events: Budget,
     stats: Stats,
 }
 
@@ -207,36 +209,6 @@ enum Owner {
     Abandoned,
 }
 
-#[derive(Debug)]
-struct Queued {
-    outcome: Outcome,
-    /// For events: what its line counts in the budget.
-    bytes: usize,
-}
-
-/// How many events wait, and how many bytes their lines had.
-#[derive(Debug, Default)]
-struct EventBudget {
-    count: usize,
-    bytes: usize,
-}
-
-impl EventBudget {
-    fn fits(&self, bytes: usize, max_count: usize) -> bool {
-        self.count < max_count && self.bytes + bytes <= MAX_WAITING_EVENT_BYTES
-    }
-
-    fn add(&mut self, bytes: usize) {
-        self.count += 1;
-        self.bytes += bytes;
-    }
-
-    fn remove(&mut self, bytes: usize) {
-        self.count -= 1;
-        self.bytes -= bytes;
-    }
-}
-
 impl Session {
     /// A session over a connection that was made at `now`.
     #[must_use]
@@ -255,8 +227,8 @@ impl Session {
             in_flight: BTreeMap::new(),
             transmit: VecDeque::new(),
             outcomes: VecDeque::new(),
-            events: EventBudget::default(),
-            critical_events: EventBudget::default(),
+            events: Budget::default(),
+            critical_events: Budget::default(),
             stats: Stats::default(),
         }
     }
@@ -407,9 +379,9 @@ impl Session {
     /// The next outcome.
     #[must_use]
     pub fn poll_outcome(&mut self) -> Option<Outcome> {
-        let Queued { outcome, bytes } = self.outcomes.pop_front()?;
-        if let Outcome::Event(event) = &outcome {
-            self.budget(is_critical(&event.name)).remove(bytes);
+        let outcome = self.outcomes.pop_front()?;
+        if let Outcome::Event { event, line_bytes } = &outcome {
+            self.budget(is_critical(&event.name)).release(*line_bytes);
         }
         Some(outcome)
     }
@@ -508,13 +480,15 @@ impl Session {
         self.timers.remove(&Timer::Command(id));
         match command.owner {
             Owner::Abandoned => self.stats.late_replies_count += 1,
-            Owner::Caller => self.push(Outcome::Reply(id, result.map_err(CommandError::Qemu)), 0),
+            Owner::Caller => self
+                .outcomes
+                .push_back(Outcome::Reply(id, result.map_err(CommandError::Qemu))),
             Owner::Session => match result {
                 Ok(_) => {
                     self.timers.remove(&Timer::Negotiation);
                     self.state = State::Ready;
                     if let Some(greeting) = self.greeting.clone() {
-                        self.push(Outcome::Ready(greeting), 0);
+                        self.outcomes.push_back(Outcome::Ready(greeting));
                     }
                 }
                 // A server may offer what this monitor cannot do; we can do without.
@@ -528,7 +502,7 @@ impl Session {
         self.fill_window();
     }
 
-    fn handle_event(&mut self, event: Event, bytes: usize) {
+    fn handle_event(&mut self, event: Event, line_bytes: usize) {
         self.stats.events_count += 1;
         let critical = is_critical(&event.name);
         let max = if critical {
@@ -537,9 +511,9 @@ impl Session {
             MAX_WAITING_EVENTS
         };
         let budget = self.budget(critical);
-        if budget.fits(bytes, max) {
-            budget.add(bytes);
-            self.push(Outcome::Event(event), bytes);
+        if budget.admit(line_bytes, max) {
+            self.outcomes
+                .push_back(Outcome::Event { event, line_bytes });
         } else if critical {
             let (count, bytes) = (budget.count, budget.bytes);
             self.close(CloseReason::EventFlood { count, bytes });
@@ -563,10 +537,10 @@ impl Session {
             })
         };
         if let Some((Owner::Caller, after, sent)) = expired {
-            self.push(
-                Outcome::Reply(id, Err(CommandError::Deadline { after, sent })),
-                0,
-            );
+            self.outcomes.push_back(Outcome::Reply(
+                id,
+                Err(CommandError::Deadline { after, sent }),
+            ));
         }
     }
 
@@ -614,17 +588,13 @@ impl Session {
         for (id, owner) in in_flight.chain(waiting) {
             if owner == Owner::Caller {
                 let result = Err(CommandError::Closed(reason.clone()));
-                self.push(Outcome::Reply(id, result), 0);
+                self.outcomes.push_back(Outcome::Reply(id, result));
             }
         }
-        self.push(Outcome::Closed(reason), 0);
+        self.outcomes.push_back(Outcome::Closed(reason));
     }
 
-    fn push(&mut self, outcome: Outcome, bytes: usize) {
-        self.outcomes.push_back(Queued { outcome, bytes });
-    }
-
-    fn budget(&mut self, critical: bool) -> &mut EventBudget {
+    fn budget(&mut self, critical: bool) -> &mut Budget {
         if critical {
             &mut self.critical_events
         } else {

@@ -137,7 +137,7 @@ fn weather(seed: u64) {
             match outcome {
                 Outcome::Reply(id, _) => assert!(open.remove(&id), "answered once: {id:?}"),
                 Outcome::Closed(_) => closed = true,
-                Outcome::Ready(_) | Outcome::Event(_) => {}
+                Outcome::Ready(_) | Outcome::Event { .. } => {}
             }
         }
         assert!(open.len() <= MAX_COMMANDS);
@@ -222,14 +222,14 @@ fn events_that_nobody_takes_are_bounded_and_counted() {
     assert_eq!(session.stats().events_dropped_count, 7);
     session.handle_bytes(0, b"{\"event\": \"STOP\"}\r\n");
     let mut events = Vec::new();
-    while let Some(Outcome::Event(event)) = session.poll_outcome() {
+    while let Some(Outcome::Event { event, .. }) = session.poll_outcome() {
         events.push(event.name);
     }
     assert_eq!(events.len(), MAX_WAITING_EVENTS + 1);
     assert_eq!(events.last().map(String::as_str), Some("STOP"));
     session.handle_bytes(0, b"{\"event\": \"RTC_CHANGE\"}\r\n");
     assert!(
-        matches!(session.poll_outcome(), Some(Outcome::Event(_))),
+        matches!(session.poll_outcome(), Some(Outcome::Event { .. })),
         "there is room again"
     );
 }
@@ -257,7 +257,7 @@ fn a_flood_of_events_that_matter_ends_loudly() {
     let mut session = ready();
     let long = format!(
         "{{\"event\": \"STOP\", \"data\": \"{}\"}}\r\n",
-        "x".repeat(1_000_000)
+        "x".repeat(250_000)
     );
     for _ in 0..40 {
         session.handle_bytes(0, long.as_bytes());

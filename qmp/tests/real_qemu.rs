@@ -306,6 +306,25 @@ async fn the_human_monitor_is_recognised() {
 }
 
 #[tokio::test]
+async fn a_pretty_monitor_is_recognised() {
+    let dir = TempDir::new().expect("a temporary directory");
+    let path = dir.path().join("pretty");
+    let qemu = Qemu::start(&[
+        "-machine",
+        "none",
+        "-chardev",
+        &format!("socket,id=c,path={},server=on,wait=off", path.display()),
+        "-mon",
+        "chardev=c,mode=control,pretty=on",
+    ]);
+    let _ready = qemu.connect().await;
+    let error = Client::connect(&path, ConnectOptions::default())
+        .await
+        .expect_err("pretty");
+    assert!(error.to_string().contains("pretty=on"), "{error}");
+}
+
+#[tokio::test]
 async fn quit_is_told_to_everybody() {
     let mut qemu = Qemu::start(&["-machine", "none"]);
     let client = qemu.connect().await;

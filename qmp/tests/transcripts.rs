@@ -133,7 +133,7 @@ fn take(session: &mut Session, names: &[String], told: &mut Told) {
     while let Some(outcome) = session.poll_outcome() {
         told.all.push(format!("{outcome:?}"));
         match outcome {
-            Outcome::Event(event) => told.events.push(event),
+            Outcome::Event { event, .. } => told.events.push(event),
             Outcome::Reply(id, result) => {
                 // Ids count from 1, and so do the commands of a transcript.
                 let index = usize::try_from(id.get()).expect("small") - 1;
