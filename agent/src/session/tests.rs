@@ -60,6 +60,8 @@ struct Line {
     /// Whether the agent answered this epoch.
     answered: bool,
     quiesced: Option<u64>,
+    /// The newest epoch seen in a frame.
+    newest: u64,
 }
 
 #[derive(Debug, Default)]
@@ -353,6 +355,11 @@ impl World {
     /// The host's rules (design.md, "Epochs").
     fn take(&mut self, port: PortId, frame: Frame) {
         let line = self.lines.get_mut(&port).unwrap();
+        assert!(
+            frame.header.epoch.0 >= line.newest,
+            "epochs of a port went back"
+        );
+        line.newest = frame.header.epoch.0;
         let own_epoch = line.host == Some(frame.header.epoch.0);
         if frame.header.kind != Kind::Pages {
             let message = AgentMessage::decode(&frame.header, &frame.body, &frame.bytes);
