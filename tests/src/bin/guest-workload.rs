@@ -8,6 +8,7 @@
 //! marks --cpu C --rate N              writes `vmtrail-mark cpu=C seq=K` to trace_marker until standard input ends,
 //!                                     then prints `LAST cpu=C seq=K`
 //! load KIND                           pipe | sleep | memory | file, until it is killed
+//! copy FROM TO                        pages of a trace_pipe_raw into a port, for ever: the usual way, at its best
 //! ```
 //!
 //! A command is a line `ID WORD [REST]`; its answer is lines `ID> TEXT` and one line `ID! STATUS`. Words: `sh REST` runs REST in
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
         ["serve", "--rate", rate, "--load", load] => serve(rate, load),
         ["marks", "--cpu", cpu, "--rate", rate] => marks(cpu, rate),
         ["load", kind] => load(kind),
+        ["copy", from, to] => copy(from, to),
         _ => Err(format!("unknown arguments {words:?}")),
     };
     match result {
@@ -230,6 +232,32 @@ fn marks(cpu: &str, rate: &str) -> Result<(), String> {
         println!("LAST cpu={cpu} seq={last}");
     }
     Ok(())
+}
+
+/// What `cat trace_pipe_raw >PORT` is meant to do. A plain `cat` does worse in two ways that have nothing to do with
+/// migrations: it ends for good when a read returns nothing, and where system calls are traced it records little but itself,
+/// because every read of a part of a page leaves events for the next one.
+fn copy(from: &str, to: &str) -> Result<(), String> {
+    const PAGE: usize = 4096;
+    const COMMIT: std::ops::Range<usize> = 8..10;
+    const HARDLY_ANYTHING: u16 = 2048;
+    let mut reader = File::open(from).map_err(|error| format!("failed to open {from}: {error}"))?;
+    let mut port = OpenOptions::new()
+        .write(true)
+        .open(to)
+        .map_err(|error| format!("failed to open {to}: {error}"))?;
+    let mut page = [0; PAGE];
+    loop {
+        let read = reader
+            .read(&mut page)
+            .map_err(|error| format!("failed to read {from}: {error}"))?;
+        port.write_all(&page[..read])
+            .map_err(|error| format!("failed to write {to}: {error}"))?;
+        let committed = u16::from_le_bytes([page[COMMIT.start], page[COMMIT.start + 1]]) & 0x0fff;
+        if read < PAGE || committed < HARDLY_ANYTHING {
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
 }
 
 fn load(kind: &str) -> Result<(), String> {

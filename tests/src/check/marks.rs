@@ -115,13 +115,17 @@ impl Evidence {
         let mut at = 0;
         let mut torn = 0_u64;
         let mut last_time = None;
+        // In step, a page without a record is a page: a reader may copy one that nothing was committed to yet.
+        let mut in_step = false;
         while let Some(page) = bytes.get(at..at + layout.page_size()) {
-            if let Some(time) = believable(layout, page, last_time) {
+            if let Some(time) = believable(layout, page, last_time, in_step) {
                 self.add_page(cpu, layout, page);
                 last_time = Some(time);
+                in_step = true;
                 at += layout.page_size();
             } else {
                 torn += 1;
+                in_step = false;
                 at += 1;
             }
         }
@@ -411,20 +415,17 @@ fn judge_cpu(cpu: u32, marks: &[Mark], losses: &[Loss]) -> CpuFinding {
     finding
 }
 
-/// The page's time if it is a whole page with at least one record, not before `after`.
-fn believable(layout: PageLayout, bytes: &[u8], after: Option<u64>) -> Option<u64> {
+/// The page's time if it is a whole page near `after` in time, with at least one record unless the page before was whole.
+fn believable(layout: PageLayout, bytes: &[u8], after: Option<u64>, in_step: bool) -> Option<u64> {
     let page = Page::parse(layout, bytes).ok()?;
-    let in_time = after.is_none_or(|after| {
-        (after..after.saturating_add(RESYNC_REACH_NS)).contains(&page.timestamp())
-            // A doubled page is what is looked for: it may repeat what was there.
-            || page.timestamp() < after && after - page.timestamp() < RESYNC_REACH_NS
-    });
+    // Earlier ones too: a doubled page repeats what was there.
+    let in_time = after.is_none_or(|after| page.timestamp().abs_diff(after) < RESYNC_REACH_NS);
     let mut records = 0;
     for record in page.records() {
         record.ok()?;
         records += 1;
     }
-    (in_time && records > 0).then_some(page.timestamp())
+    (in_time && (records > 0 || in_step)).then_some(page.timestamp())
 }
 
 /// `vmtrail-mark cpu=1 seq=42` is `(1, 42)`.

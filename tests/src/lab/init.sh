@@ -62,12 +62,12 @@ agent)
         echo "AGENT-EXIT $?"
     ) &
     ;;
-cat)
+copy)
     make_instance
     for cpu in "$INSTANCE"/per_cpu/cpu*; do
         number=${cpu##*/cpu}
         wait_for_port "trace-path-cpu$number" || fail "no port trace-path-cpu$number"
-        cat "$cpu/trace_pipe_raw" >"/dev/virtio-ports/trace-path-cpu$number" &
+        guest-workload copy "$cpu/trace_pipe_raw" "/dev/virtio-ports/trace-path-cpu$number" &
     done
     ;;
 nobody)

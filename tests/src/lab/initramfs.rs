@@ -25,8 +25,8 @@ const IMAGE_KEPT: Duration = Duration::from_secs(24 * 3600);
 pub enum Exporter {
     /// `vmtrail-agent` with these arguments.
     Agent(Vec<String>),
-    /// The usual way: `cat trace_pipe_raw` into a port, a process a CPU.
-    Cat,
+    /// The usual way: `trace_pipe_raw` copied into a port, a process a CPU.
+    Copy,
     /// Nobody: marks and events stay in the guest's ring. For guests without ports.
     Nobody,
 }
@@ -132,7 +132,7 @@ pub fn image(
 fn configuration(userland: &Userland) -> Result<String> {
     let (exporter, arguments) = match &userland.exporter {
         Exporter::Agent(arguments) => ("agent", arguments.join(" ")),
-        Exporter::Cat => ("cat", String::new()),
+        Exporter::Copy => ("copy", String::new()),
         Exporter::Nobody => ("nobody", String::new()),
     };
     let load = match userland.load {
@@ -199,10 +199,10 @@ mod tests {
 
     #[test]
     fn the_configuration_says_who_exports() {
-        let cat = Userland {
-            exporter: Exporter::Cat,
+        let copy = Userland {
+            exporter: Exporter::Copy,
             ..Userland::default()
         };
-        assert!(configuration(&cat).unwrap().contains("EXPORTER='cat'\n"));
+        assert!(configuration(&copy).unwrap().contains("EXPORTER='copy'\n"));
     }
 }

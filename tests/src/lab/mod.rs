@@ -28,6 +28,7 @@ use nix::fcntl::{Flock, FlockArg};
 
 pub mod build;
 pub mod cpio;
+pub mod demo;
 pub mod guest;
 pub mod initramfs;
 pub mod kernel;
@@ -35,6 +36,7 @@ pub mod naive;
 pub mod process;
 pub mod qmp;
 pub mod setup;
+pub mod vmtrail;
 
 /// The lab's directory and what belongs into it.
 #[derive(Debug, Clone)]

@@ -1,4 +1,4 @@
-//! The usual way, to measure what it costs: `cat trace_pipe_raw` into a port, a reader that copies the port to a file, and after a
+//! The usual way, to measure what it costs: `trace_pipe_raw` copied into a port, a reader that copies the port to a file, and after a
 //! migration another reader on the other side, attached once the guest runs there. No handover, no replay.
 //!
 //! Nothing is made worse than it would be: the source's reader keeps reading until QEMU ends, as it would; the destination's
@@ -16,6 +16,7 @@ use std::{fs, io};
 
 use anyhow::{Context as _, Result, bail};
 
+use super::demo::Plan;
 use super::guest::{Backend, Guest, Naming, Ports, VmSpec};
 use super::initramfs::{self, Exporter, Userland};
 use super::qmp::{Migrated, migrate_plainly};
@@ -43,24 +44,17 @@ pub struct Naive {
     pub migrations: Vec<Migrated>,
 }
 
-/// Boots a guest, records it the usual way through `moves` migrations, and judges.
+/// Boots a guest, records it the usual way through the plan's migrations, and judges.
 ///
 /// The raw files are left in `dir`.
 ///
 /// # Errors
 ///
 /// If the lab fails; a bad trace is a result.
-pub fn run(
-    lab: &Lab,
-    ready: &Ready,
-    dir: &Path,
-    events: &[String],
-    moves: u32,
-    between: Duration,
-) -> Result<Naive> {
+pub fn run(lab: &Lab, ready: &Ready, dir: &Path, events: &[String], plan: &Plan) -> Result<Naive> {
     fs::create_dir_all(dir).with_context(|| format!("failed to create {}", dir.display()))?;
     let userland = Userland {
-        exporter: Exporter::Cat,
+        exporter: Exporter::Copy,
         events: events.to_vec(),
         ..Userland::default()
     };
@@ -72,14 +66,15 @@ pub fn run(
         backend: Backend::Socket,
     };
 
+    spec.accel = plan.accel;
     let mut guest = spec.boot()?;
     // Before the guest has booted: what it writes while nobody is connected is thrown away.
     let mut readers = vec![Readers::attach(&guest, &dir.join("host-0"))?];
     guest.wait_ready()?;
     let mut left = Vec::new();
     let mut migrations = Vec::new();
-    for number in 1..=moves {
-        thread::sleep(between);
+    for number in 1..=plan.moves {
+        thread::sleep(plan.between);
         let next = spec.incoming()?;
         let migrated = migrate_plainly(&guest, &next)?;
         say(&format!(
@@ -92,7 +87,7 @@ pub fn run(
         left.push(guest);
         guest = next;
     }
-    thread::sleep(between);
+    thread::sleep(plan.between);
     let last = guest.stop_marks()?;
     guest.shell("echo 0 > /sys/kernel/tracing/instances/vmtrail/tracing_on")?;
     readers.iter().try_for_each(Readers::settle)?;
