@@ -221,6 +221,25 @@ mod tests {
     }
 
     #[test]
+    fn what_decides_something_is_never_dropped() {
+        for name in [
+            "MIGRATION",
+            "STOP",
+            "RESUME",
+            "SHUTDOWN",
+            "RESET",
+            "VSERPORT_CHANGE",
+            "DEVICE_DELETED",
+            "JOB_STATUS_CHANGE",
+            "GUEST_PANICKED",
+        ] {
+            assert!(is_critical(name), "{name}");
+        }
+        // One a pass over memory, and repeated by `query-migrate`: it may go.
+        assert!(!is_critical("MIGRATION_PASS"));
+    }
+
+    #[test]
     fn another_shape_is_other_and_stays_critical() {
         for data in [Value::Null, json!([]), json!({"status": 7})] {
             let event = event("MIGRATION", data);

@@ -148,6 +148,18 @@ mod tests {
     }
 
     #[test]
+    fn pushing_before_all_lines_were_taken_loses_none() {
+        let mut splitter = LineSplitter::new(64);
+        splitter.push(b"a\n\nb\nc");
+        assert_eq!(splitter.next_line(), Ok(Some(&b"a"[..])));
+        splitter.push(b"d\n");
+        assert_eq!(
+            lines_of(&mut splitter),
+            [b"".to_vec(), b"b".to_vec(), b"cd".to_vec()]
+        );
+    }
+
+    #[test]
     fn the_limit_is_the_longest_line_that_passes() {
         let mut splitter = LineSplitter::new(4);
         splitter.push(b"1234\n");
