@@ -32,10 +32,12 @@
 mod bytes;
 pub mod catalog;
 pub mod event_format;
+pub mod merge;
 pub mod metadata;
 pub mod print_fmt;
 pub mod report;
 pub mod ring_buffer;
 mod text;
+pub mod trace_dat;
 
 pub use bytes::{Endian, LongSize};

@@ -281,10 +281,14 @@ impl Handler {
                     out.extend_from_slice(b" function=");
                     let address = number(function)?;
                     match task.environment.symbols.find(address) {
-                        Some(symbol) => out.extend_from_slice(symbol.name),
+                        Some(symbol) => {
+                            out.extend_from_slice(symbol.name);
+                            out.extend_from_slice(b"/0x");
+                            push_hex(out, address.wrapping_sub(symbol.address) & 0xffff_ffff);
+                        }
                         None => {
                             out.extend_from_slice(b"0x");
-                            push_hex(out, address);
+                            push_hex_padded(out, address, 8);
                         }
                     }
                 }

@@ -14,6 +14,8 @@
 //!                                               type_len 31      time stamp: u32 = absolute time >> 27
 //! ```
 
+#[cfg(test)]
+pub(crate) mod build;
 mod layout;
 mod page;
 mod record;
@@ -21,5 +23,6 @@ mod summary;
 
 pub use layout::{LayoutError, MAX_PAGE_SIZE, PageLayout};
 pub use page::{Missed, Page, PageError};
+pub(crate) use record::{Cursor, Found};
 pub use record::{Damage, DamageKind, Record, Records};
 pub use summary::{MarkerFormat, PageSummary, page_summary};

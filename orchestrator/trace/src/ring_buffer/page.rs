@@ -26,6 +26,18 @@ pub enum Missed {
     Count(u64),
 }
 
+impl Missed {
+    /// Both losses together: what is unknown stays unknown.
+    #[must_use]
+    pub const fn and_then(self, later: Self) -> Self {
+        match (self, later) {
+            (Self::None, other) | (other, Self::None) => other,
+            (Self::Count(one), Self::Count(two)) => Self::Count(one.saturating_add(two)),
+            _ => Self::Unknown,
+        }
+    }
+}
+
 /// A page whose header has been checked: the committed bytes lie within the page.
 ///
 /// The records inside are still the guest's word; [`Page::records`] checks each as it comes.

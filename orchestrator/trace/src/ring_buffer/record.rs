@@ -71,22 +71,16 @@ pub enum DamageKind {
 /// `Err`, once. A record has at least four bytes, so the walk is bounded by the size of the page.
 #[derive(Clone, Debug)]
 pub struct Records<'a> {
-    endian: Endian,
     data: &'a [u8],
-    position: usize,
-    timestamp: u64,
-    discarded: u32,
+    cursor: Cursor,
 }
 
 impl<'a> Records<'a> {
     #[inline]
     pub(super) fn new(endian: Endian, timestamp: u64, data: &'a [u8]) -> Self {
         Self {
-            endian,
             data,
-            position: 0,
-            timestamp,
-            discarded: 0,
+            cursor: Cursor::new(endian, timestamp),
         }
     }
 
@@ -94,14 +88,7 @@ impl<'a> Records<'a> {
     /// They are no events and no loss.
     #[must_use]
     pub const fn discarded(&self) -> u32 {
-        self.discarded
-    }
-
-    #[cold]
-    fn damage(&mut self, kind: DamageKind) -> Option<Result<Record<'a>, Damage>> {
-        let offset = self.position;
-        self.position = self.data.len();
-        Some(Err(Damage { offset, kind }))
+        self.cursor.discarded
     }
 }
 
@@ -110,13 +97,70 @@ impl<'a> Iterator for Records<'a> {
 
     #[inline]
     fn next(&mut self) -> Option<Self::Item> {
+        Some(match self.cursor.next(self.data)? {
+            Ok(found) => Ok(Record {
+                timestamp: found.timestamp,
+                type_id: found.type_id,
+                payload: self.data.get(found.start..found.end).unwrap_or_default(),
+                offset: found.offset,
+            }),
+            Err(damage) => Err(damage),
+        })
+    }
+}
+
+/// A place in a page's data, for those who own the page and cannot borrow from it (a merge over many CPUs).
+#[derive(Clone, Debug)]
+pub(crate) struct Cursor {
+    endian: Endian,
+    position: usize,
+    timestamp: u64,
+    discarded: u32,
+}
+
+/// A data record by its place in the page's data.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Found {
+    pub(crate) timestamp: u64,
+    pub(crate) type_id: u16,
+    pub(crate) start: usize,
+    pub(crate) end: usize,
+    pub(crate) offset: usize,
+}
+
+impl Cursor {
+    #[inline]
+    pub(crate) fn new(endian: Endian, timestamp: u64) -> Self {
+        Self {
+            endian,
+            position: 0,
+            timestamp,
+            discarded: 0,
+        }
+    }
+
+    /// Time of the last record, or of the page.
+    pub(crate) const fn timestamp(&self) -> u64 {
+        self.timestamp
+    }
+
+    #[cold]
+    fn damage(&mut self, data: &[u8], kind: DamageKind) -> Option<Result<Found, Damage>> {
+        let offset = self.position;
+        self.position = data.len();
+        Some(Err(Damage { offset, kind }))
+    }
+
+    /// The next data record of `data`, which is the same slice in every call.
+    #[inline]
+    pub(crate) fn next(&mut self, data: &[u8]) -> Option<Result<Found, Damage>> {
         loop {
-            let rest = self.data.get(self.position..)?;
+            let rest = data.get(self.position..)?;
             if rest.is_empty() {
                 return None;
             }
             let Some(word) = self.endian.u32(rest, 0) else {
-                return self.damage(DamageKind::CutOff);
+                return self.damage(data, DamageKind::CutOff);
             };
             // Bit fields fill from the least significant bit on little-endian machines, from the most significant on
             // big-endian ones.
@@ -128,18 +172,18 @@ impl<'a> Iterator for Records<'a> {
                 TYPE_PADDING => {
                     if delta == 0 {
                         // A null event fills the page to its end.
-                        self.position = self.data.len();
+                        self.position = data.len();
                         return None;
                     }
                     let Some(length) = self.endian.u32(rest, HEADER) else {
-                        return self.damage(DamageKind::CutOff);
+                        return self.damage(data, DamageKind::CutOff);
                     };
                     let room = rest.len() - HEADER;
                     let Some(step) = step(length, room) else {
-                        return self.damage(DamageKind::TooLong { length, room });
+                        return self.damage(data, DamageKind::TooLong { length, room });
                     };
                     if step < 4 {
-                        return self.damage(DamageKind::TooShort { length });
+                        return self.damage(data, DamageKind::TooShort { length });
                     }
                     // The next record's delta counts from the discarded one (`rb_event_discard` leaves the write
                     // stamp as it is), so its time passes although it is no event.
@@ -149,7 +193,7 @@ impl<'a> Iterator for Records<'a> {
                 }
                 TYPE_TIME_EXTEND | TYPE_TIME_STAMP => {
                     let Some(high) = self.endian.u32(rest, HEADER) else {
-                        return self.damage(DamageKind::CutOff);
+                        return self.damage(data, DamageKind::CutOff);
                     };
                     let value = (u64::from(high) << TIME_DELTA_BITS) + u64::from(delta);
                     self.timestamp = if type_len == TYPE_TIME_EXTEND {
@@ -162,10 +206,10 @@ impl<'a> Iterator for Records<'a> {
                 _ => {
                     let (start, length) = if type_len == 0 {
                         let Some(length) = self.endian.u32(rest, HEADER) else {
-                            return self.damage(DamageKind::CutOff);
+                            return self.damage(data, DamageKind::CutOff);
                         };
                         if length < 4 {
-                            return self.damage(DamageKind::TooShort { length });
+                            return self.damage(data, DamageKind::TooShort { length });
                         }
                         (HEADER + 4, length - 4)
                     } else {
@@ -173,19 +217,25 @@ impl<'a> Iterator for Records<'a> {
                     };
                     let room = rest.len() - start;
                     let Some(step) = step(length, room) else {
-                        return self.damage(DamageKind::TooLong { length, room });
+                        return self.damage(data, DamageKind::TooLong { length, room });
                     };
-                    let payload = &rest[start..start + step];
-                    let Some(type_id) = self.endian.u16(payload, 0) else {
-                        return self.damage(DamageKind::NoType);
+                    let type_id = if step == 0 {
+                        None
+                    } else {
+                        self.endian.u16(rest, start)
+                    };
+                    let Some(type_id) = type_id else {
+                        return self.damage(data, DamageKind::NoType);
                     };
                     self.timestamp = self.timestamp.wrapping_add(u64::from(delta));
                     let offset = self.position;
-                    self.position += start + step;
-                    return Some(Ok(Record {
+                    let end = offset + start + step;
+                    self.position = end;
+                    return Some(Ok(Found {
                         timestamp: self.timestamp,
                         type_id,
-                        payload,
+                        start: offset + start,
+                        end,
                         offset,
                     }));
                 }
