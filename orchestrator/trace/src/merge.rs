@@ -421,7 +421,7 @@ mod tests {
         let mut merge = Merge::new(
             layout,
             [
-                (0, Drip(vec![one(20), None, None, one(10)])),
+                (0, Drip(vec![one(20), None, None, None, one(10)])),
                 (1, Drip(vec![one(30)])),
             ],
         );

@@ -136,22 +136,22 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Precedence climbing; level 0 binds loosest.
-    fn binary(&mut self, level: usize) -> Result<Expr, PrintError> {
-        let Some(operators) = LEVELS.get(level) else {
-            return self.unary();
-        };
-        let mut left = self.binary(level + 1)?;
-        while let Some((_, operator)) = self
-            .peek_punct()
-            .and_then(|punct| operators.iter().find(|(text, _)| *text == punct))
-        {
+    /// Precedence climbing; level 0 binds loosest. One stack frame for an operand without operators, whatever the number
+    /// of levels: a format nested as deep as the bound allows must fit on a thread's stack.
+    fn binary(&mut self, lowest: usize) -> Result<Expr, PrintError> {
+        let mut left = self.unary()?;
+        loop {
+            let Some((level, operator)) = self.peek_punct().and_then(operator) else {
+                return Ok(left);
+            };
+            if level < lowest {
+                return Ok(left);
+            }
             self.at += 1;
             let right = self.binary(level + 1)?;
             self.count_operator()?;
-            left = combine(*operator, left, right)?;
+            left = combine(operator, left, right)?;
         }
-        Ok(left)
     }
 
     fn unary(&mut self) -> Result<Expr, PrintError> {
@@ -715,6 +715,13 @@ const LEVELS: [&[(&str, Binary)]; 10] = [
         ("%", Binary::Remainder),
     ],
 ];
+
+fn operator(punct: &str) -> Option<(usize, Binary)> {
+    LEVELS.iter().enumerate().find_map(|(level, operators)| {
+        let (_, operator) = operators.iter().find(|(text, _)| *text == punct)?;
+        Some((level, *operator))
+    })
+}
 
 fn number_type(expression: &Expr) -> Result<Type, PrintError> {
     expression.number_type().ok_or(PrintError::Unsupported {

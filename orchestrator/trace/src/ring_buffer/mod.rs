@@ -16,11 +16,13 @@
 
 #[cfg(test)]
 pub(crate) mod build;
+mod edit;
 mod layout;
 mod page;
 mod record;
 mod summary;
 
+pub use edit::{add_missed, set_page_timestamp};
 pub use layout::{LayoutError, MAX_PAGE_SIZE, PageLayout};
 pub use page::{Missed, Page, PageError};
 pub(crate) use record::{Cursor, Found};

@@ -138,6 +138,14 @@ impl<'a> Page<'a> {
         self.data
     }
 
+    /// Whether some record of the page carries an absolute time.
+    #[must_use]
+    pub fn has_absolute_times(&self) -> bool {
+        let mut records = self.records();
+        while records.next().is_some() {}
+        records.met_absolute_time()
+    }
+
     /// The records, without allocation.
     #[inline]
     #[must_use]

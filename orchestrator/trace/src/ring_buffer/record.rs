@@ -90,6 +90,10 @@ impl<'a> Records<'a> {
     pub const fn discarded(&self) -> u32 {
         self.cursor.discarded
     }
+
+    pub(super) const fn met_absolute_time(&self) -> bool {
+        self.cursor.absolute
+    }
 }
 
 impl<'a> Iterator for Records<'a> {
@@ -116,6 +120,7 @@ pub(crate) struct Cursor {
     position: usize,
     timestamp: u64,
     discarded: u32,
+    absolute: bool,
 }
 
 /// A data record by its place in the page's data.
@@ -136,6 +141,7 @@ impl Cursor {
             position: 0,
             timestamp,
             discarded: 0,
+            absolute: false,
         }
     }
 
@@ -199,6 +205,7 @@ impl Cursor {
                     self.timestamp = if type_len == TYPE_TIME_EXTEND {
                         self.timestamp.wrapping_add(value)
                     } else {
+                        self.absolute = true;
                         absolute(value, self.timestamp)
                     };
                     self.position += HEADER + 4;

@@ -195,7 +195,6 @@ impl<R: Seek> Input<R> {
         self.source.seek(SeekFrom::Start(offset))?;
         Ok(())
     }
-
 }
 
 impl<'a> Input<&'a [u8]> {

@@ -12,15 +12,19 @@
 //!          section to the next options section
 //! ```
 
+mod check;
 mod compression;
 mod input;
 mod options;
 mod reader;
+mod writer;
 
+pub use check::Contents;
 pub use compression::Compression;
 pub use input::ReadError;
-pub use options::{CpuStat, FileOptions, TimeShift};
+pub use options::{CpuStat, FileOptions, TimeSample, TimeShift};
 pub use reader::{Buffer, CpuData, CpuPages, TraceFile};
+pub use writer::{FileInfo, GuestInfo, KernelTexts, Version, WriteError, Writer};
 
 /// First bytes of every file.
 pub(crate) const MAGIC: &[u8; 10] = b"\x17\x08\x44tracing";
@@ -37,6 +41,7 @@ pub(crate) mod id {
     pub(crate) const VERSION: u16 = 9;
     pub(crate) const TRACEID: u16 = 11;
     pub(crate) const TIME_SHIFT: u16 = 12;
+    pub(crate) const GUEST: u16 = 13;
     pub(crate) const TSC2NSEC: u16 = 14;
     pub(crate) const HEADER_INFO: u16 = 16;
     pub(crate) const FTRACE_EVENTS: u16 = 17;
