@@ -378,6 +378,10 @@ impl Host {
 
     pub(crate) fn on_socket(listener: &UnixListener) -> Self {
         let (stream, _) = listener.accept().unwrap();
+        Self::on_stream(stream)
+    }
+
+    pub(crate) fn on_stream(stream: UnixStream) -> Self {
         stream.set_nonblocking(true).unwrap();
         Self::on(Line::Socket(stream))
     }
@@ -407,10 +411,11 @@ impl Host {
             session: store.session,
             newest: Some(Epoch(epoch)),
         });
+        let generation = store.hellos.last().map(|hello| hello.metadata_generation);
         let hello = HostHello {
             version_min: version::MIN,
             version_max: version::CURRENT,
-            have_metadata: 0,
+            have_metadata: generation.filter(|_| store.has_all_metadata()).unwrap_or(0),
             resume_from: store.next(),
         };
         self.say(store.session, HostMessage::Hello(hello));
