@@ -272,10 +272,15 @@ impl Monitor {
         for port in ports {
             let backend = &topology.devices.get(port.device)?.backend;
             let arguments = json!({ "path": backend, "queue": port.out_queue() });
-            let status = self.run("x-query-virtio-queue-status", arguments).await.ok()?;
+            let status = self
+                .run("x-query-virtio-queue-status", arguments)
+                .await
+                .ok()?;
             let field = |name: &str| status[name].as_u64();
             let (last_avail, used) = (field("last-avail-idx")?, field("used-idx")?);
-            let avail = self.read_u16(field("vring-avail")?.checked_add(AVAIL_IDX)?).await?;
+            let avail = self
+                .read_u16(field("vring-avail")?.checked_add(AVAIL_IDX)?)
+                .await?;
             // The ring cannot be further ahead than it is long: else this is not the ring (an IOMMU stands before it).
             let ahead = avail.wrapping_sub(u16::try_from(last_avail).ok()?);
             if u64::from(ahead) > field("vring-num")? {
@@ -291,7 +296,10 @@ impl Monitor {
     /// Two bytes of guest-physical memory, little-endian.
     async fn read_u16(&self, address: u64) -> Option<u16> {
         let line = format!("xp /1hx {address:#x}");
-        let reply = self.run("human-monitor-command", json!({ "command-line": line })).await.ok()?;
+        let reply = self
+            .run("human-monitor-command", json!({ "command-line": line }))
+            .await
+            .ok()?;
         parse_xp(reply.as_str()?)
     }
 }
