@@ -26,7 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let file = TraceFile::open(BufReader::new(File::open(input)?))?;
     let tracefs = Path::new("/sys/kernel/tracing");
-    let formats: Vec<(String, Vec<String>)> = systems(&tracefs.join("events"))?;
+    let formats: Systems = systems(&tracefs.join("events"))?;
     let read = |name: &str| fs::read(tracefs.join(name)).unwrap_or_default();
     let header_event = fs::read_to_string(tracefs.join("events/header_event"))?;
     let (kallsyms, printk) = (fs::read("/proc/kallsyms")?, read("printk_formats"));
@@ -82,7 +82,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
 }
 
-fn systems(events: &Path) -> Result<Vec<(String, Vec<String>)>, Box<dyn Error>> {
+type Systems = Vec<(String, Vec<String>)>;
+
+fn systems(events: &Path) -> Result<Systems, Box<dyn Error>> {
     let mut systems = Vec::new();
     for system in fs::read_dir(events)?.flatten() {
         let Ok(directory) = fs::read_dir(system.path()) else {

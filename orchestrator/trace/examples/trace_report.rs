@@ -37,7 +37,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut merge = file.merge(buffer);
     let mut out = Vec::new();
     loop {
-        match merge.next()? {
+        match merge.advance()? {
             Step::Event(entry) => {
                 let timestamp = file.options().correct(entry.cpu, entry.timestamp);
                 reporter.write(&Entry { timestamp, ..entry }, &mut out);

@@ -367,7 +367,7 @@ impl Field {
             && !words().any(|word| word == "unsigned" || word == "signed")
             && !pointer;
         // Kernels before 2.6.32 do not say.
-        let signed = signed.unwrap_or_else(|| {
+        let signed = signed.unwrap_or({
             !pointer
                 && matches!(
                     type_name,

@@ -38,6 +38,7 @@ pub mod print_fmt;
 pub mod report;
 pub mod ring_buffer;
 mod text;
+pub mod timeline;
 pub mod trace_dat;
 
 pub use bytes::{Endian, LongSize};

@@ -110,6 +110,23 @@ pub struct Merge<S> {
     // Streams without a record: not begun, pending.
     starved: Vec<usize>,
     released_until: u64,
+    ready: Ready,
+    // Whether `ready` has been worked out and not yet given.
+    peeked: bool,
+}
+
+/// What comes next.
+#[derive(Clone, Copy, Debug)]
+enum Ready {
+    /// The current record of this stream, which is not in the heap.
+    Event(usize),
+    Damaged {
+        cpu: u32,
+        timestamp: u64,
+        damage: PageDamage,
+    },
+    Waiting,
+    End,
 }
 
 #[derive(Debug)]
@@ -175,6 +192,8 @@ impl<S: PageSource> Merge<S> {
             streams,
             moving: None,
             released_until: 0,
+            ready: Ready::End,
+            peeked: false,
         }
     }
 
@@ -186,11 +205,36 @@ impl<S: PageSource> Merge<S> {
 
     /// The next event, or why there is none.
     #[inline]
-    pub fn next(&mut self) -> Result<Step<'_>, S::Error> {
+    pub fn advance(&mut self) -> Result<Step<'_>, S::Error> {
+        if !std::mem::take(&mut self.peeked) {
+            self.prepare()?;
+        }
+        Ok(match std::mem::replace(&mut self.ready, Ready::End) {
+            Ready::Event(index) => {
+                self.moving = Some(index);
+                self.give(index)
+            }
+            Ready::Damaged {
+                cpu,
+                timestamp,
+                damage,
+            } => Step::Damaged {
+                cpu,
+                timestamp,
+                damage,
+            },
+            Ready::Waiting => Step::Waiting,
+            Ready::End => Step::End,
+        })
+    }
+
+    /// Works out what comes next, without giving it.
+    #[inline]
+    fn prepare(&mut self) -> Result<(), S::Error> {
         if let Some(index) = self.moving.take() {
             // The common case: the same CPU goes on, and the heap need not be touched.
             let Some(stream) = self.streams.get_mut(index) else {
-                return Ok(Step::End);
+                return Ok(());
             };
             match stream.advance(self.layout)? {
                 Moved::Record(timestamp) => {
@@ -200,66 +244,85 @@ impl<S: PageSource> Merge<S> {
                     };
                     if self.starved.is_empty() && self.heap.peek().is_none_or(|other| head > *other)
                     {
-                        self.moving = Some(index);
-                        return Ok(self.give(index));
+                        self.ready = Ready::Event(index);
+                        return Ok(());
                     }
                     self.heap.push(head);
                 }
                 Moved::Pending => self.starved.push(index),
                 Moved::End => {}
                 Moved::Damaged { timestamp, damage } => {
-                    self.moving = Some(index);
                     let cpu = stream.cpu;
-                    return Ok(Step::Damaged {
+                    self.moving = Some(index);
+                    self.ready = Ready::Damaged {
                         cpu,
                         timestamp,
                         damage,
-                    });
+                    };
+                    return Ok(());
                 }
             }
         }
         let mut waiting = 0;
-        while let Some(index) = self.starved.len().checked_sub(1 + waiting) {
-            let Some(stream) = self
-                .starved
-                .get(index)
-                .and_then(|stream| self.streams.get_mut(*stream).map(|found| (*stream, found)))
-            else {
+        while let Some(place) = self.starved.len().checked_sub(1 + waiting) {
+            let Some(&index) = self.starved.get(place) else {
                 break;
             };
-            match stream.1.advance(self.layout)? {
+            let Some(stream) = self.streams.get_mut(index) else {
+                break;
+            };
+            match stream.advance(self.layout)? {
                 Moved::Record(timestamp) => {
                     self.heap.push(Head {
                         timestamp,
-                        stream: stream.0,
+                        stream: index,
                     });
-                    self.starved.swap_remove(index);
+                    self.starved.swap_remove(place);
                 }
                 Moved::End => {
-                    self.starved.swap_remove(index);
+                    self.starved.swap_remove(place);
                 }
                 Moved::Pending => waiting += 1,
                 Moved::Damaged { timestamp, damage } => {
-                    let cpu = stream.1.cpu;
-                    return Ok(Step::Damaged {
-                        cpu,
+                    self.ready = Ready::Damaged {
+                        cpu: stream.cpu,
                         timestamp,
                         damage,
-                    });
+                    };
+                    return Ok(());
                 }
             }
         }
-        match self.heap.peek() {
-            None if waiting > 0 => Ok(Step::Waiting),
-            None => Ok(Step::End),
-            Some(head) if waiting > 0 && head.timestamp > self.released_until => Ok(Step::Waiting),
+        self.ready = match self.heap.peek() {
+            None if waiting > 0 => Ready::Waiting,
+            None => Ready::End,
+            Some(head) if waiting > 0 && head.timestamp > self.released_until => Ready::Waiting,
             Some(head) => {
                 let index = head.stream;
                 self.heap.pop();
-                self.moving = Some(index);
-                Ok(self.give(index))
+                Ready::Event(index)
             }
+        };
+        Ok(())
+    }
+
+    /// The time of the event that [`Merge::advance`] would give next; `None` if it would give something else.
+    ///
+    /// Damage met on the way is kept for `advance`.
+    #[inline]
+    pub fn peek_time(&mut self) -> Result<Option<u64>, S::Error> {
+        if !self.peeked {
+            self.prepare()?;
+            self.peeked = true;
         }
+        Ok(match self.ready {
+            Ready::Event(index) => self
+                .streams
+                .get(index)
+                .and_then(|stream| stream.current)
+                .map(|found| found.timestamp),
+            _ => None,
+        })
     }
 
     #[inline]
@@ -349,7 +412,7 @@ mod tests {
     {
         let mut times = Vec::new();
         loop {
-            match merge.next().unwrap() {
+            match merge.advance().unwrap() {
                 Step::Event(entry) => times.push((entry.timestamp, entry.cpu)),
                 Step::End => return times,
                 other => panic!("{other:?}"),
@@ -390,7 +453,7 @@ mod tests {
         .concat();
         let mut merge = Merge::new(layout, [(0, SlicePages::new(layout, &pages))]);
         let mut missed = Vec::new();
-        while let Step::Event(entry) = merge.next().unwrap() {
+        while let Step::Event(entry) = merge.advance().unwrap() {
             missed.push(entry.missed);
         }
         assert_eq!(missed, [Missed::None, Missed::Count(12), Missed::None]);
@@ -427,7 +490,7 @@ mod tests {
         );
         let mut seen = Vec::new();
         loop {
-            match merge.next().unwrap() {
+            match merge.advance().unwrap() {
                 Step::Event(entry) => seen.push(entry.timestamp),
                 Step::Waiting => {
                     seen.push(0);
@@ -447,10 +510,10 @@ mod tests {
         );
         merge.release_until(35);
         assert!(matches!(
-            merge.next().unwrap(),
+            merge.advance().unwrap(),
             Step::Event(Entry { timestamp: 30, .. })
         ));
-        assert_eq!(merge.next().unwrap(), Step::Waiting);
+        assert_eq!(merge.advance().unwrap(), Step::Waiting);
     }
 
     #[test]
@@ -466,9 +529,9 @@ mod tests {
         ]
         .concat();
         let mut merge = Merge::new(layout, [(0, SlicePages::new(layout, &pages))]);
-        assert!(matches!(merge.next().unwrap(), Step::Event(_)));
+        assert!(matches!(merge.advance().unwrap(), Step::Event(_)));
         assert!(matches!(
-            merge.next().unwrap(),
+            merge.advance().unwrap(),
             Step::Damaged {
                 cpu: 0,
                 timestamp: 1,
@@ -476,10 +539,10 @@ mod tests {
             }
         ));
         assert!(matches!(
-            merge.next().unwrap(),
+            merge.advance().unwrap(),
             Step::Event(Entry { timestamp: 3, .. })
         ));
-        assert_eq!(merge.next().unwrap(), Step::End);
+        assert_eq!(merge.advance().unwrap(), Step::End);
         assert_eq!(layout.endian(), Endian::Little);
     }
 }

@@ -44,10 +44,10 @@ fn all_formats_of_this_kernel_compile() {
             };
             let system = system.file_name().to_string_lossy().into_owned();
             let event = catalog.add(&system, &text).unwrap();
-            if let Err(error) = event.program() {
-                if !is_kernel_only(event.print_fmt()) {
-                    failed.push(format!("{system}:{}: failed to {error}", event.name()));
-                }
+            if let Err(error) = event.program()
+                && !is_kernel_only(event.print_fmt())
+            {
+                failed.push(format!("{system}:{}: failed to {error}", event.name()));
             }
         }
     }

@@ -63,7 +63,7 @@ fn report(bytes: &[u8]) -> String {
     let mut reporter = Reporter::new(file.metadata(), ReportOptions::default());
     let mut merge = file.merge(&file.buffers()[0]);
     let mut out = Vec::new();
-    while let Step::Event(entry) = merge.next().unwrap() {
+    while let Step::Event(entry) = merge.advance().unwrap() {
         let timestamp = file.options().correct(entry.cpu, entry.timestamp);
         reporter.write(&Entry { timestamp, ..entry }, &mut out);
     }
@@ -187,7 +187,7 @@ fn damaged_files() {
                 let mut out = Vec::new();
                 for buffer in file.buffers() {
                     let mut merge = file.merge(buffer);
-                    while let Ok(Step::Event(entry)) = merge.next() {
+                    while let Ok(Step::Event(entry)) = merge.advance() {
                         reporter.write(&entry, &mut out);
                         out.clear();
                     }

@@ -115,7 +115,7 @@ pub(super) enum Place {
     },
     /// `scale * index` bytes further on.
     Further {
-        base: Box<Place>,
+        base: Box<Self>,
         index: Box<Expr>,
         scale: u32,
     },
@@ -171,22 +171,22 @@ pub(super) enum Expr {
     Unary {
         operator: Unary,
         of: Type,
-        operand: Box<Expr>,
+        operand: Box<Self>,
     },
     Binary {
         operator: Binary,
         of: Type,
-        left: Box<Expr>,
-        right: Box<Expr>,
+        left: Box<Self>,
+        right: Box<Self>,
     },
     Choice {
-        condition: Box<Expr>,
-        yes: Box<Expr>,
-        no: Box<Expr>,
+        condition: Box<Self>,
+        yes: Box<Self>,
+        no: Box<Self>,
     },
     Cast {
         to: Type,
-        operand: Box<Expr>,
+        operand: Box<Self>,
     },
     /// `__get_str`
     Str(Place),
@@ -196,19 +196,19 @@ pub(super) enum Expr {
     Symbolic(Box<Table>),
     Hex {
         place: Place,
-        length: Box<Expr>,
+        length: Box<Self>,
         spaced: bool,
     },
     Array {
         place: Place,
-        count: Box<Expr>,
-        element_size: Box<Expr>,
+        count: Box<Self>,
+        element_size: Box<Self>,
     },
     Bitmask(Place),
     CpuMask(Place),
     Call {
         function: Function,
-        argument: Box<Expr>,
+        argument: Box<Self>,
     },
 }
 

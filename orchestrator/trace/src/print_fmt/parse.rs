@@ -359,11 +359,10 @@ impl<'a> Parser<'a> {
                 // `(REC)->x`: the preprocessor's parentheses around the record itself.
                 if let Some([Token::Punct("("), Token::Name(name), Token::Punct(")")]) =
                     self.tokens.get(self.at..self.at + 3)
+                    && &**name == "REC"
                 {
-                    if &**name == "REC" {
-                        self.at += 3;
-                        return self.record_field();
-                    }
+                    self.at += 3;
+                    return self.record_field();
                 }
                 self.at += 1;
                 let expression = self.expression()?;
@@ -611,7 +610,7 @@ impl<'a> Parser<'a> {
     }
 
     /// `, { value, "name" }, …)`
-    fn table(&mut self) -> Result<Vec<(u64, Box<[u8]>)>, PrintError> {
+    fn table(&mut self) -> Result<TableEntries, PrintError> {
         let mut entries = Vec::new();
         let before = self.operators;
         let mut most = before;
@@ -654,19 +653,19 @@ impl<'a> Parser<'a> {
             U64
         };
         let start = self.at;
-        if let Some(cast) = self.type_name() {
-            if self.take(")") {
-                let long = u64::try_from(self.event.long_size().bytes()).unwrap_or(8);
-                let value = if cast.stars > 0 {
-                    Some(long)
-                } else {
-                    cast.size.map(u64::from)
-                };
-                let value = value.ok_or(PrintError::Unsupported {
-                    what: "the size of an unknown type",
-                })?;
-                return Ok(Expr::Number { value, of });
-            }
+        if let Some(cast) = self.type_name()
+            && self.take(")")
+        {
+            let long = u64::try_from(self.event.long_size().bytes()).unwrap_or(8);
+            let value = if cast.stars > 0 {
+                Some(long)
+            } else {
+                cast.size.map(u64::from)
+            };
+            let value = value.ok_or(PrintError::Unsupported {
+                what: "the size of an unknown type",
+            })?;
+            return Ok(Expr::Number { value, of });
         }
         self.at = start;
         let value = match self.expression()? {
@@ -680,6 +679,8 @@ impl<'a> Parser<'a> {
         Ok(Expr::Number { value, of })
     }
 }
+
+type TableEntries = Vec<(u64, Box<[u8]>)>;
 
 struct CastType {
     size: Option<u32>,

@@ -284,10 +284,10 @@ fn write_uuid(variant: Option<u8>, uuid: [u8; 16], out: &mut Vec<u8>) {
         }
         push_hex_padded(out, u64::from(uuid[at]), 2);
     }
-    if matches!(variant, Some(b'B' | b'L')) {
-        if let Some(written) = out.get_mut(start..) {
-            written.make_ascii_uppercase();
-        }
+    if matches!(variant, Some(b'B' | b'L'))
+        && let Some(written) = out.get_mut(start..)
+    {
+        written.make_ascii_uppercase();
     }
 }
 

@@ -154,12 +154,12 @@ pub(crate) fn unescape(bytes: &[u8]) -> Vec<u8> {
     let mut value = Vec::with_capacity(bytes.len());
     let mut at = 0;
     while let Some(&byte) = bytes.get(at) {
-        if byte == b'\\' {
-            if let Some((byte, end)) = escape(bytes, at + 1) {
-                value.push(byte);
-                at = end;
-                continue;
-            }
+        if byte == b'\\'
+            && let Some((byte, end)) = escape(bytes, at + 1)
+        {
+            value.push(byte);
+            at = end;
+            continue;
         }
         value.push(byte);
         at += 1;

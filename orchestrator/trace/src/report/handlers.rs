@@ -421,10 +421,12 @@ fn write_comm(
     let name = until_nul(field.bytes(task.event.endian(), task.entry.payload)?);
     out.extend_from_slice(name);
     out.push(b':');
-    if let Ok(pid) = i32::try_from(pid) {
-        if pid != 0 && task.known.get(pid).is_none() && task.learned.learn(pid, name) {
-            task.tasks.forget(pid);
-        }
+    if let Ok(pid) = i32::try_from(pid)
+        && pid != 0
+        && task.known.get(pid).is_none()
+        && task.learned.learn(pid, name)
+    {
+        task.tasks.forget(pid);
     }
     Some(())
 }

@@ -34,7 +34,7 @@ impl Contents {
             let mut merge = file.merge(buffer);
             let mut last: BTreeMap<u32, u64> = BTreeMap::new();
             loop {
-                match merge.next()? {
+                match merge.advance()? {
                     Step::Event(entry) => {
                         *contents.events.entry(entry.type_id).or_default() += 1;
                         *contents.cpus.entry(entry.cpu).or_default() += 1;

@@ -89,10 +89,8 @@ impl FileOptions {
             id::VERSION => self.version = Some(text()),
             id::TRACEID => self.trace_id = Some(input.u64("the trace id")?),
             id::CPUCOUNT => self.cpu_count = Some(input.u32("the number of CPUs")?.min(MAX_CPUS)),
-            id::CPUSTAT => {
-                if self.cpu_stats.len() < MAX_CPUS as usize {
-                    self.cpu_stats.push(CpuStat { text: text() });
-                }
+            id::CPUSTAT if self.cpu_stats.len() < MAX_CPUS as usize => {
+                self.cpu_stats.push(CpuStat { text: text() });
             }
             id::TRACECLOCK => {
                 self.has_clock = true;
@@ -108,13 +106,9 @@ impl FileOptions {
                     input.u64("the clock's offset")?,
                 ));
             }
-            id::TIME_SHIFT => {
-                self.time_shift = TimeShift::read(&mut input)?.or(self.time_shift.take())
-            }
-            id::BUFFER => {
-                if self.buffers.len() < 1024 {
-                    self.buffers.push(data.to_vec());
-                }
+            id::TIME_SHIFT => self.time_shift = Some(TimeShift::read(&mut input)?),
+            id::BUFFER if self.buffers.len() < 1024 => {
+                self.buffers.push(data.to_vec());
             }
             id::HEADER_INFO
             | id::FTRACE_EVENTS
@@ -174,7 +168,7 @@ fn parse_offset(text: &str) -> Option<i64> {
 
 impl TimeShift {
     /// Layout as in `save_clock_offsets` of trace-cmd; the fractions behind all CPUs are not in its document.
-    fn read(input: &mut Input<&[u8]>) -> Result<Option<Self>, ReadError> {
+    fn read(input: &mut Input<&[u8]>) -> Result<Self, ReadError> {
         const WHAT: &str = "a time shift";
         let peer = input.u64(WHAT)?;
         let flags = input.u32(WHAT)?;
@@ -225,11 +219,11 @@ impl TimeShift {
             }
             cpu.sort_by_key(|sample| sample.time);
         }
-        Ok(Some(Self {
+        Ok(Self {
             peer,
             interpolate: flags & 1 != 0,
             cpus,
-        }))
+        })
     }
 
     fn apply(&self, cpu: u32, time: u64) -> u64 {

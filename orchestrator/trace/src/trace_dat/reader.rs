@@ -530,11 +530,11 @@ impl Building {
     }
 
     fn take_option(&mut self, option: u16, data: &[u8]) {
-        if let Err(error) = self.options.take(option, data, self.endian, self.long_size) {
-            if self.warnings.len() < 100 {
-                self.warnings
-                    .push(format!("failed to read option {option}: failed to {error}"));
-            }
+        if let Err(error) = self.options.take(option, data, self.endian, self.long_size)
+            && self.warnings.len() < 100
+        {
+            self.warnings
+                .push(format!("failed to read option {option}: failed to {error}"));
         }
     }
 
@@ -622,11 +622,11 @@ impl Building {
     }
 
     fn add_format(&mut self, system: &str, text: &str) -> Result<(), ReadError> {
-        if let Err(error) = self.metadata()?.events.add(system, text) {
-            if self.warnings.len() < 100 {
-                self.warnings
-                    .push(format!("failed to {error} (system {system})"));
-            }
+        if let Err(error) = self.metadata()?.events.add(system, text)
+            && self.warnings.len() < 100
+        {
+            self.warnings
+                .push(format!("failed to {error} (system {system})"));
         }
         Ok(())
     }
