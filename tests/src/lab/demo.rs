@@ -176,9 +176,10 @@ pub fn record(lab: &Lab, parts: &Parts, plan: &Plan, dir: &Path) -> Result<Recor
         EVENTS.join(", "),
         trail.display()
     ));
-    let recorder = parts
-        .vmtrail
-        .record(&guest, &trail, &dir.join("record.log"), &events, &[])?;
+    let mut recorder =
+        parts
+            .vmtrail
+            .record(&guest, &trail, &dir.join("record.log"), &events, &[])?;
     let begun = Instant::now();
     let mut migrations = Vec::new();
     for number in 1..=plan.moves {
@@ -192,8 +193,9 @@ pub fn record(lab: &Lab, parts: &Parts, plan: &Plan, dir: &Path) -> Result<Recor
             .unwrap_or_default();
         if !ended.status.success() {
             bail!(
-                "failed to migrate (attempt {number}): vmtrail migrate says {}\n{}{}",
+                "failed to migrate (attempt {number}): vmtrail migrate says {}; the recorder {}\n{}{}",
                 ended.status,
+                recorder.state(),
                 ended.stderr,
                 ended.stdout
             );

@@ -29,6 +29,7 @@ pub const QEMU_VARIABLE: &str = "VMTRAIL_QEMU";
 
 /// A guest boots in 3 to 6 s on an idle machine. The bound only ends hangs; other people's builds make it long.
 pub const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
+const MONITOR_TIMEOUT: Duration = Duration::from_secs(30);
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(50);
 /// `sun_path` has 108 bytes, the last of them zero.
@@ -227,14 +228,40 @@ impl Guest {
         let child = command
             .spawn()
             .context("failed to start QEMU (through setpriv)")?;
-        Ok(Self {
+        let mut guest = Self {
             name: spec.name.clone(),
             dir,
             child,
             port_names,
             commands: AtomicU32::new(0),
             clean: false,
-        })
+        };
+        guest.wait_monitor()?;
+        Ok(guest)
+    }
+
+    /// Waits until QEMU listens: who is handed a guest may connect to it.
+    fn wait_monitor(&mut self) -> Result<()> {
+        let begun = Instant::now();
+        // The last socket on the command line is made last.
+        while !self.lab_qmp().exists() {
+            let failure =
+                if let Some(status) = self.child.try_wait().context("failed to ask for QEMU")? {
+                    format!("it ended: {status}")
+                } else if begun.elapsed() > MONITOR_TIMEOUT {
+                    format!("no monitor within {} s", MONITOR_TIMEOUT.as_secs())
+                } else {
+                    thread::sleep(Duration::from_millis(5));
+                    continue;
+                };
+            let log = fs::read_to_string(self.dir.join("qemu.log")).unwrap_or_default();
+            bail!(
+                "failed to start QEMU for guest {}: {failure}\n{}",
+                self.name,
+                last_lines(&log)
+            );
+        }
+        Ok(())
     }
 
     /// QEMU's process id.

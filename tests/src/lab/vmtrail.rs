@@ -249,6 +249,15 @@ impl Recorder {
         self.child.id()
     }
 
+    /// Whether it still runs, or how it ended; for error messages.
+    pub fn state(&mut self) -> String {
+        match self.child.try_wait() {
+            Ok(None) => "runs".to_owned(),
+            Ok(Some(status)) => format!("ended with {status}\n{}", self.log()),
+            Err(error) => format!("cannot be asked: {error}"),
+        }
+    }
+
     /// Everything it reported so far.
     #[must_use]
     pub fn reports(&self) -> Vec<Value> {
