@@ -34,6 +34,7 @@ pub mod catalog;
 pub mod event_format;
 pub mod merge;
 pub mod metadata;
+pub mod perfetto;
 pub mod print_fmt;
 pub mod report;
 pub mod ring_buffer;
