@@ -2,13 +2,13 @@
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use clap::{Parser, Subcommand};
 use vmtrail_tests::lab::demo::{self, Parts, Plan};
 use vmtrail_tests::lab::guest::{Accel, Backend, Naming, Ports, VmSpec};
 use vmtrail_tests::lab::initramfs::{self, Exporter, Userland};
 use vmtrail_tests::lab::kernel::Release;
-use vmtrail_tests::lab::{Lab, build, setup};
+use vmtrail_tests::lab::{Lab, bench, build, repository, setup};
 
 /// Boots real guests in QEMU, traces them, moves them, and checks that nothing is missing.
 ///
@@ -61,6 +61,36 @@ enum Cmd {
         /// Only the usual way: copied ports, and a new reader after the guest runs elsewhere
         #[arg(long)]
         naive: bool,
+    },
+    /// Runs the demo's recording again and again, and sums up
+    Soak {
+        /// How many runs
+        #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+        runs: u32,
+        /// The guest kernel: 6.1 or 6.12
+        #[arg(long, default_value = "6.1")]
+        kernel: Release,
+        /// How many live migrations in each
+        #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+        moves: u32,
+    },
+    /// Runs everything that is tested: unit tests, formats, house rules, and scenarios with real guests
+    Test {
+        /// Passed on to `cargo test`
+        #[arg(last = true)]
+        more: Vec<String>,
+    },
+    /// Compares QEMU's downtime with vmtrail (recording, draining) and without any port or reader
+    BenchBlackout {
+        /// How many pairs of migrations
+        #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+        pairs: u32,
+        /// The guest kernel: 6.1 or 6.12
+        #[arg(long, default_value = "6.1")]
+        kernel: Release,
+        /// `tcg` (emulated, works everywhere) or `kvm`
+        #[arg(long, default_value = "tcg", value_parser = accel)]
+        accel: Accel,
     },
 }
 
@@ -121,6 +151,22 @@ fn run(command: Cmd) -> Result<ExitCode> {
                 }
             }
         }
+        Cmd::Soak {
+            runs,
+            kernel,
+            moves,
+        } => return soak(&lab, runs, kernel, moves),
+        Cmd::Test { more } => return test(&lab, &more),
+        Cmd::BenchBlackout {
+            pairs,
+            kernel,
+            accel,
+        } => {
+            let parts = Parts::get(&lab, kernel)?;
+            let dir = demo::run_dir(&lab, "bench-blackout")?;
+            let blackouts = bench::blackout(&lab, &parts, accel, pairs, &dir)?;
+            println!("{}", bench::blackout_table(&blackouts));
+        }
         Cmd::Shell {
             kernel,
             accel,
@@ -168,6 +214,70 @@ fn run(command: Cmd) -> Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn soak(lab: &Lab, runs: u32, kernel: Release, moves: u32) -> Result<ExitCode> {
+    let plan = Plan {
+        kernel,
+        moves,
+        ..Plan::default()
+    };
+    let parts = Parts::get(lab, kernel)?;
+    let (mut continuous, mut found, mut missing, mut doubled) = (0, 0, 0, 0);
+    for run in 1..=runs {
+        let dir = demo::run_dir(lab, "soak")?;
+        let recorded = demo::record(lab, &parts, &plan, &dir)?;
+        println!(
+            "run {run} of {runs}: {}, {} marks found, {} missing, {} doubled, {} out of order ({})",
+            recorded.verified.verdict(),
+            recorded.finding.found(),
+            recorded.finding.missing(),
+            recorded.finding.doubled(),
+            recorded.finding.out_of_order(),
+            dir.display()
+        );
+        continuous += u32::from(recorded.is_whole());
+        found += recorded.finding.found();
+        missing += recorded.finding.missing();
+        doubled += recorded.finding.doubled();
+        if recorded.is_whole() {
+            // Hundreds of megabytes that nobody will look at.
+            std::fs::remove_dir_all(&dir)
+                .with_context(|| format!("failed to remove {}", dir.display()))?;
+        } else {
+            println!(
+                "{}{}",
+                recorded.finding, recorded.verified.report["reasons"]
+            );
+        }
+    }
+    println!(
+        "soak: {continuous} of {runs} runs whole by judge and verify, {found} marks found, {missing} missing, {doubled} doubled"
+    );
+    Ok(if continuous == runs {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::from(NOT_WHOLE)
+    })
+}
+
+/// What the tests need is made first, so that no test waits for a compiler while a guest runs.
+fn test(lab: &Lab, more: &[String]) -> Result<ExitCode> {
+    for kernel in [Release::V6_1, Release::V6_12] {
+        Parts::get(lab, kernel)?;
+    }
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = std::process::Command::new(cargo)
+        .args(["test", "--workspace", "--no-fail-fast"])
+        .args(more)
+        .current_dir(repository())
+        .status()
+        .context("failed to start cargo")?;
+    Ok(if status.success() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 fn accel(text: &str) -> Result<Accel, String> {

@@ -178,16 +178,17 @@ pub struct Loss {
     pub cpu: u32,
     /// How many events, where known.
     pub events: Option<u64>,
-    /// Between which guest times, where known.
-    pub between: Option<(u64, u64)>,
+    /// Guest time of the last event before it, where known.
+    pub after: Option<u64>,
+    /// Guest time of the first event behind it, where known.
+    pub before: Option<u64>,
 }
 
 impl Loss {
-    fn may_cover(&self, cpu: u32, gap: &Gap) -> bool {
-        self.cpu == cpu
-            && self
-                .between
-                .is_none_or(|(from, to)| from <= gap.before.at && gap.after.at <= to)
+    /// Whether it lies within the gap: the marks around a gap are outside of, or at the edge of, the loss that made it.
+    fn lies_in(&self, cpu: u32, gap: &Gap) -> bool {
+        let within = |at: u64| (gap.before.at..=gap.after.at).contains(&at);
+        self.cpu == cpu && self.after.is_none_or(within) && self.before.is_none_or(within)
     }
 }
 
@@ -198,7 +199,7 @@ pub struct Gap {
     pub before: Mark,
     /// The first number behind it.
     pub after: Mark,
-    /// Whether a loss was declared that may cover it.
+    /// Whether losses were declared there that count no fewer events than numbers are missing.
     pub declared: bool,
 }
 
@@ -351,8 +352,9 @@ impl fmt::Display for Finding {
 /// Judges what was found.
 ///
 /// `guest_last` is what the guest said it wrote last on each CPU, where it was asked: without it, a loss at the very end could not be
-/// told from a guest that wrote less. `losses` is what vmtrail declares; a gap is excused by losses of its CPU that may lie
-/// there by their times, as long as all losses of the CPU together count no fewer events than marks are missing.
+/// told from a guest that wrote less. `losses` is what vmtrail declares; a gap is excused by losses of its CPU that lie there by
+/// their times and count no fewer events than numbers are missing. A loss of an unknown number may be any; whether unknown
+/// losses are acceptable is for the caller to say.
 #[must_use]
 pub fn judge(evidence: &Evidence, guest_last: &[(u32, u64)], losses: &[Loss]) -> Finding {
     let mut finding = Finding {
@@ -400,7 +402,8 @@ fn judge_cpu(cpu: u32, marks: &[Mark], losses: &[Loss]) -> CpuFinding {
                     after: *mark,
                     declared: false,
                 };
-                gap.declared = losses.iter().any(|loss| loss.may_cover(cpu, &gap));
+                let there = losses.iter().filter(|loss| loss.lies_in(cpu, &gap));
+                gap.declared = covers(there, gap.missing());
                 finding.gaps.push(gap);
             }
             Some(_) => {}
@@ -408,11 +411,21 @@ fn judge_cpu(cpu: u32, marks: &[Mark], losses: &[Loss]) -> CpuFinding {
         finding.last = mark.seq;
         previous = Some(*mark);
     }
-    let mut declared = losses.iter().filter(|loss| loss.cpu == cpu);
-    // One loss of unknown size may be any size; it is for the caller to accept unknown losses or not.
-    let known: Option<u64> = declared.try_fold(0_u64, |sum, loss| Some(sum + loss.events?));
-    finding.declared_too_few = known.is_some_and(|known| known < finding.missing());
+    // A loss without times lies in every gap, and must not excuse each of them anew.
+    let of_cpu = losses.iter().filter(|loss| loss.cpu == cpu);
+    finding.declared_too_few = finding.missing() > 0 && !covers(of_cpu, finding.missing());
     finding
+}
+
+/// Whether there are losses and they count no fewer than `missing` events.
+fn covers<'a>(losses: impl Iterator<Item = &'a Loss>, missing: u64) -> bool {
+    let mut any = false;
+    let mut known = 0_u64;
+    for loss in losses {
+        any = true;
+        known = known.saturating_add(loss.events.unwrap_or(u64::MAX));
+    }
+    any && known >= missing
 }
 
 /// The page's time if it is a whole page near `after` in time, with at least one record unless the page before was whole.
@@ -610,7 +623,8 @@ mod tests {
         let loss = Loss {
             cpu: 0,
             events: Some(10),
-            between: None,
+            after: None,
+            before: None,
         };
         let with = |losses: &[Loss]| judge(&evidence, &[(0, 29)], losses);
         let finding = with(&[loss]);
@@ -626,18 +640,11 @@ mod tests {
         assert!(!with(&[Loss { cpu: 1, ..loss }]).is_honest(), "another CPU");
         assert!(
             !with(&[Loss {
-                between: Some((1, 2)),
+                before: Some(2),
                 ..loss
             }])
             .is_honest(),
             "another time"
-        );
-        assert!(
-            with(&[Loss {
-                between: Some((0, u64::MAX)),
-                ..loss
-            }])
-            .is_honest()
         );
         assert!(
             with(&[Loss {
@@ -647,6 +654,40 @@ mod tests {
             .is_honest(),
             "an unknown number"
         );
+        let gap = finding.cpus[&0].gaps[0];
+        let timed = Loss {
+            after: Some(gap.before.at),
+            before: Some(gap.after.at),
+            ..loss
+        };
+        assert!(with(&[timed]).is_honest());
+        let two = [
+            Loss {
+                events: Some(4),
+                ..timed
+            },
+            Loss {
+                events: Some(6),
+                ..timed
+            },
+        ];
+        assert!(with(&two).is_honest());
+        assert!(!with(&two[..1]).is_honest());
+    }
+
+    #[test]
+    fn one_loss_without_times_does_not_excuse_two_gaps() {
+        let mut evidence = Evidence::default();
+        let pages = [page(0, 0..10), page(0, 15..20), page(0, 25..30)];
+        evidence.add_frames(&frame_of(0, &pages));
+        let loss = Loss {
+            cpu: 0,
+            events: Some(5),
+            after: None,
+            before: None,
+        };
+        assert!(!judge(&evidence, &[(0, 29)], &[loss]).is_honest());
+        assert!(judge(&evidence, &[(0, 29)], &[loss, loss]).is_honest());
     }
 
     #[test]

@@ -220,7 +220,7 @@ pub fn record(lab: &Lab, parts: &Parts, plan: &Plan, dir: &Path) -> Result<Recor
     say("lab: vmtrail verifies, and the judge counts the guest's marks");
     let verified = parts.vmtrail.verify(&trail)?;
     let evidence = Evidence::of_trail(&trail)?;
-    let finding = judge(&evidence, &last, &[]);
+    let finding = judge(&evidence, &last, &verified.losses());
     write(
         &dir.join("verify.json"),
         &format!("{:#}\n", verified.report),

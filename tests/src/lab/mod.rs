@@ -26,6 +26,7 @@ use std::{env, fs};
 use anyhow::{Context as _, Result};
 use nix::fcntl::{Flock, FlockArg};
 
+pub mod bench;
 pub mod build;
 pub mod cpio;
 pub mod demo;

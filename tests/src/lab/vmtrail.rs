@@ -19,6 +19,7 @@ use serde_json::Value;
 use super::guest::Guest;
 use super::process::last_lines;
 use super::qmp::migration_uri;
+use crate::check::marks::Loss;
 
 /// Attaching waits for the agent, which may still be booting.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(60);
@@ -222,6 +223,28 @@ impl Verified {
     #[must_use]
     pub fn is_continuous(&self) -> bool {
         self.code == Some(0) && self.verdict() == "continuous"
+    }
+}
+
+impl Verified {
+    /// The losses that it declares.
+    #[must_use]
+    pub fn losses(&self) -> Vec<Loss> {
+        let losses = self.report["losses"]
+            .as_array()
+            .map(Vec::as_slice)
+            .unwrap_or_default();
+        losses
+            .iter()
+            .filter_map(|loss| {
+                Some(Loss {
+                    cpu: loss["cpu"].as_u64()?.try_into().ok()?,
+                    events: loss["events"].as_u64(),
+                    after: loss["after"].as_u64(),
+                    before: loss["before"].as_u64(),
+                })
+            })
+            .collect()
     }
 }
 
