@@ -86,28 +86,30 @@ impl Vmtrail {
     ///
     /// If it cannot be started or hangs. A bad exit status is a result.
     pub fn run<S: Into<OsString>>(&self, arguments: impl IntoIterator<Item = S>) -> Result<Ended> {
+        self.start(arguments)?.finish()
+    }
+
+    /// Starts a command.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot be started.
+    pub fn start<S: Into<OsString>>(
+        &self,
+        arguments: impl IntoIterator<Item = S>,
+    ) -> Result<Started> {
         let arguments: Vec<OsString> = arguments.into_iter().map(Into::into).collect();
         let begun = Instant::now();
         let mut child = self.spawn(&arguments, Stdio::piped(), Stdio::piped())?;
         let stdout = read_in_background(child.stdout.take());
         let stderr = read_in_background(child.stderr.take());
-        let status = wait(&mut child, COMMAND_TIMEOUT)?;
-        let took = begun.elapsed();
-        let (stdout, stderr) = (text_of(stdout), text_of(stderr));
-        match status {
-            Some(status) => Ok(Ended {
-                status,
-                stdout,
-                stderr,
-                took,
-            }),
-            None => bail!(
-                "failed to see `vmtrail {}` end within {} s\n{}",
-                shown(&arguments),
-                COMMAND_TIMEOUT.as_secs(),
-                last_lines(&stderr)
-            ),
-        }
+        Ok(Started {
+            line: shown(&arguments),
+            child,
+            stdout,
+            stderr,
+            begun,
+        })
     }
 
     /// Starts a recording of `guest` and returns when pages are being recorded.
@@ -200,6 +202,60 @@ impl Vmtrail {
             .stderr(stderr)
             .spawn()
             .with_context(|| format!("failed to start `vmtrail {}`", shown(arguments)))
+    }
+}
+
+/// A command under way. Killed if it is dropped.
+#[derive(Debug)]
+pub struct Started {
+    line: String,
+    child: Child,
+    stdout: Option<JoinHandle<String>>,
+    stderr: Option<JoinHandle<String>>,
+    begun: Instant,
+}
+
+impl Started {
+    /// Sends it a signal.
+    ///
+    /// # Errors
+    ///
+    /// If it is gone.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        send(&self.child, signal)
+    }
+
+    /// Waits for its end, and kills it after three minutes.
+    ///
+    /// # Errors
+    ///
+    /// If it hangs. A bad exit status is a result.
+    pub fn finish(mut self) -> Result<Ended> {
+        let status = wait(&mut self.child, COMMAND_TIMEOUT)?;
+        let took = self.begun.elapsed();
+        let (stdout, stderr) = (text_of(self.stdout.take()), text_of(self.stderr.take()));
+        match status {
+            Some(status) => Ok(Ended {
+                status,
+                stdout,
+                stderr,
+                took,
+            }),
+            None => bail!(
+                "failed to see `vmtrail {}` end within {} s\n{}",
+                self.line,
+                COMMAND_TIMEOUT.as_secs(),
+                last_lines(&stderr)
+            ),
+        }
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
@@ -335,6 +391,15 @@ impl Recorder {
     ///
     /// If the command cannot be run or hangs. A migration that does not commit is a result.
     pub fn migrate(&self, from: &Guest, to: &Guest, more: &[&str]) -> Result<Ended> {
+        self.start_migrating(from, to, more)?.finish()
+    }
+
+    /// Begins to move the VM, through a second process that asks this one.
+    ///
+    /// # Errors
+    ///
+    /// If the command cannot be started.
+    pub fn start_migrating(&self, from: &Guest, to: &Guest, more: &[&str]) -> Result<Started> {
         let mut arguments: Vec<OsString> = vec![
             "migrate".into(),
             "--json".into(),
@@ -348,7 +413,7 @@ impl Recorder {
             (&self.trail).into(),
         ];
         arguments.extend(more.iter().map(OsString::from));
-        self.vmtrail.run(arguments)
+        self.vmtrail.start(arguments)
     }
 
     /// Sends it a signal.
@@ -357,8 +422,7 @@ impl Recorder {
     ///
     /// If it is gone.
     pub fn signal(&self, signal: Signal) -> Result<()> {
-        let pid = i32::try_from(self.child.id()).context("failed to name the recorder")?;
-        kill(Pid::from_raw(pid), signal).with_context(|| format!("failed to send {signal}"))
+        send(&self.child, signal)
     }
 
     /// Ends it through `vmtrail stop`, and returns its exit status.
@@ -411,6 +475,11 @@ impl Drop for Recorder {
             let _ = reader.join();
         }
     }
+}
+
+fn send(child: &Child, signal: Signal) -> Result<()> {
+    let pid = i32::try_from(child.id()).context("failed to name a process")?;
+    kill(Pid::from_raw(pid), signal).with_context(|| format!("failed to send {signal}"))
 }
 
 fn wait(child: &mut Child, timeout: Duration) -> Result<Option<ExitStatus>> {
