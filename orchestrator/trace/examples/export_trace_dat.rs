@@ -1,9 +1,11 @@
-//! Exports a `trace.dat`: `export_trace_dat IN OUT perfetto|ctf|json`.
+//! Exports a `trace.dat`: `export_trace_dat IN OUT perfetto|ctf`.
 
 use std::error::Error;
 use std::fs::{self, File};
 use std::io::{BufReader, BufWriter, Write};
+use std::path::PathBuf;
 
+use vmtrail_trace::ctf::{CtfOutput, CtfWriter};
 use vmtrail_trace::merge::Merge;
 use vmtrail_trace::perfetto::{PerfettoWriter, check};
 use vmtrail_trace::timeline::{Item, Note, NoteKind, TimeMap, Timeline};
@@ -11,10 +13,20 @@ use vmtrail_trace::trace_dat::{CpuPages, TraceFile};
 
 type Source<'a> = CpuPages<'a, BufReader<File>>;
 
+struct Directory(PathBuf);
+
+impl CtfOutput for Directory {
+    type File = BufWriter<File>;
+
+    fn create(&mut self, name: &str) -> std::io::Result<Self::File> {
+        Ok(BufWriter::new(File::create(self.0.join(name))?))
+    }
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [input, output, kind] = arguments.as_slice() else {
-        return Err("usage: export_trace_dat IN OUT perfetto".into());
+        return Err("usage: export_trace_dat IN OUT perfetto|ctf".into());
     };
     let file = TraceFile::open(BufReader::new(File::open(input)?))?;
     let buffer = file.buffers().first().ok_or("no pages")?;
@@ -42,6 +54,22 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
             writer.finish()?.flush()?;
             println!("{:?}", check(&fs::read(output)?)?);
+        }
+        "ctf" => {
+            let mut uuid = [0; 16];
+            uuid[..8].copy_from_slice(&file.options().trace_id.unwrap_or(1).to_le_bytes());
+            let output = Directory(output.into());
+            fs::create_dir_all(&output.0)?;
+            let mut writer = CtfWriter::create(output, file.metadata(), uuid, 0, "guest")?;
+            loop {
+                match timeline.advance()? {
+                    Item::Event(entry) => writer.event(&entry)?,
+                    Item::Note(note) => writer.note(note)?,
+                    Item::Damaged { .. } => {}
+                    Item::Waiting | Item::End => break,
+                }
+            }
+            println!("{:?}", writer.finish()?.1);
         }
         other => return Err(format!("unknown kind {other}").into()),
     }

@@ -31,6 +31,7 @@
 
 mod bytes;
 pub mod catalog;
+pub mod ctf;
 pub mod event_format;
 pub mod merge;
 pub mod metadata;
