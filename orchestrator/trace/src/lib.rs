@@ -33,6 +33,8 @@ mod bytes;
 pub mod catalog;
 pub mod ctf;
 pub mod event_format;
+pub mod filter;
+pub mod json;
 pub mod merge;
 pub mod metadata;
 pub mod perfetto;
