@@ -35,6 +35,8 @@ pub(super) enum Command {
     Mark(MarkArgs),
     Verify(VerifyArgs),
     Info(InfoArgs),
+    Report(ReportArgs),
+    Export(ExportArgs),
 }
 
 /// Record a running VM into a trail
@@ -233,6 +235,95 @@ pub(super) struct InfoArgs {
     /// As one JSON object
     #[arg(long)]
     pub(super) json: bool,
+}
+
+#[derive(Debug, Clone, ClapArgs)]
+pub(super) struct SelectArgs {
+    /// Run of the agent, as `vmtrail info` names it (default: the last one)
+    #[arg(long, value_name = "SESSION")]
+    pub(super) session: Option<String>,
+
+    /// Only these CPUs (0,2,3)
+    #[arg(long = "cpu", value_name = "CPUS", value_delimiter = ',')]
+    pub(super) cpus: Vec<u32>,
+
+    /// Clock of the times: the guest's trace clock, on which a blackout is no time, or the hosts', on which it is a gap
+    #[arg(long, value_enum, default_value_t = ClockArg::Guest)]
+    pub(super) clock: ClockArg,
+
+    /// From this time on, in nanoseconds of the clock
+    #[arg(long, value_name = "NS")]
+    pub(super) since: Option<u64>,
+
+    /// Up to this time
+    #[arg(long, value_name = "NS")]
+    pub(super) until: Option<u64>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum ClockArg {
+    Guest,
+    Host,
+}
+
+/// Show a trail as text, in trace-cmd's layout
+///
+/// Migrations, blackouts and losses stand between the events, as lines of the pseudo task <vmtrail>.
+#[derive(Debug, ClapArgs)]
+pub(super) struct ReportArgs {
+    /// Directory of the trail
+    pub(super) trail: PathBuf,
+
+    #[command(flatten)]
+    pub(super) select: SelectArgs,
+
+    /// Times with nine digits
+    #[arg(short = 't', long)]
+    pub(super) nanoseconds: bool,
+
+    /// Fields as numbers instead of the events' own text
+    #[arg(short = 'R', long)]
+    pub(super) raw: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Format {
+    /// For trace-cmd and KernelShark
+    TraceDat,
+    /// For ui.perfetto.dev
+    Perfetto,
+}
+
+/// Write a trail as a file for other tools
+///
+/// The file appears under its name only when it is whole.
+#[derive(Debug, ClapArgs)]
+pub(super) struct ExportArgs {
+    /// Directory of the trail
+    pub(super) trail: PathBuf,
+
+    /// For which tool
+    #[arg(long, value_enum)]
+    pub(super) to: Format,
+
+    /// The file
+    #[arg(short, long, value_name = "FILE")]
+    pub(super) output: PathBuf,
+
+    /// Replace a file that exists
+    #[arg(long)]
+    pub(super) force: bool,
+
+    /// trace-dat: version 6, for old tools (default: 7)
+    #[arg(long)]
+    pub(super) v6: bool,
+
+    /// trace-dat: version 7 without compression (default: zstd)
+    #[arg(long)]
+    pub(super) uncompressed: bool,
+
+    #[command(flatten)]
+    pub(super) select: SelectArgs,
 }
 
 fn port(text: &str) -> Result<(String, PathBuf), String> {

@@ -1,9 +1,10 @@
-//! The command line: what was typed (`args`), what it means and does (`record`, `read`).
+//! The command line: what was typed (`args`), what it means and does (`record`, `read`, `show`).
 
 mod args;
 mod progress;
 mod read;
 mod record;
+mod show;
 
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
@@ -63,6 +64,8 @@ async fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Mark(args) => record::mark(&args).await,
         Command::Verify(args) => read::verify(&args),
         Command::Info(args) => read::info(&args),
+        Command::Report(args) => show::report(&args),
+        Command::Export(args) => show::export(&args),
     }
 }
 
