@@ -1,14 +1,16 @@
 //! From a trail to a timeline: the metadata of one run of the agent, its CPUs' pages, and between them what happened to the VM.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
+use std::rc::Rc;
 
 use anyhow::{Context, Result, bail};
 use vmtrail_trace::Endian;
 use vmtrail_trace::catalog::Catalog;
 use vmtrail_trace::merge::{Merge, PageSource, Pull};
 use vmtrail_trace::metadata::{Clock, Comms, Metadata, PrintkFormats, Symbols, Tgids};
-use vmtrail_trace::ring_buffer::{Missed, PageLayout, page_summary};
+use vmtrail_trace::ring_buffer::{Missed, Page, PageLayout, page_summary};
 use vmtrail_trace::timeline::{Note, NoteKind, TimeMap, Timeline};
 use vmtrail_wire::{SessionId, StreamId};
 
@@ -54,6 +56,8 @@ pub struct Story {
     pub cpus: Vec<u32>,
     /// What could not be used, one sentence each.
     pub warnings: Vec<String>,
+    /// CPUs that were asked for; all if none.
+    wanted: Vec<u32>,
     reader: TrailReader,
     id: SessionId,
     notes: Vec<Note>,
@@ -125,6 +129,7 @@ impl Story {
             texts,
             cpus,
             warnings,
+            wanted: selection.cpus.clone(),
             reader: reader.clone(),
             id,
             notes,
@@ -156,7 +161,30 @@ impl Story {
             frame: Vec::new(),
             page_size: self.metadata.layout.page_size(),
             at: 0,
+            newest: None,
         }
+    }
+
+    /// Events from now on, as they are stored: CPUs without news are [`Pull::Pending`]. `newest` is told the time of each page that is read.
+    ///
+    /// # Errors
+    ///
+    /// The trail cannot be read.
+    pub fn follow(&self, newest: &Rc<Cell<u64>>) -> Result<Timeline<CpuPages>> {
+        let mut sources = Vec::new();
+        for cpu in 0..self.about.cpus {
+            if !self.wanted.is_empty() && !self.wanted.contains(&cpu) {
+                continue;
+            }
+            let mut pages = self.pages(cpu);
+            // What is stored already is for `vmtrail report`.
+            let mut skipped = Vec::new();
+            while pages.next_page(&mut skipped)? == Pull::Page {}
+            pages.newest = Some((self.metadata.layout, Rc::clone(newest)));
+            sources.push((cpu, pages));
+        }
+        let merge = Merge::new(self.metadata.layout, sources);
+        Ok(Timeline::new(merge, self.map.clone(), Vec::new()))
     }
 
     /// A text of the guest's kernel, as text.
@@ -178,6 +206,8 @@ pub struct CpuPages {
     frame: Vec<u8>,
     page_size: usize,
     at: usize,
+    /// Where a follower is told how far this CPU's pages are.
+    newest: Option<(PageLayout, Rc<Cell<u64>>)>,
 }
 
 impl PageSource for CpuPages {
@@ -189,6 +219,7 @@ impl PageSource for CpuPages {
             self.at = 0;
             self.frame.clear();
             match self.frames.next().map_err(io::Error::other)? {
+                None if self.newest.is_some() => return Ok(Pull::Pending),
                 None => return Ok(Pull::End),
                 Some(Entry::Frame(frame))
                     if frame.header.session == self.id && frame.header.stream == self.stream =>
@@ -204,6 +235,11 @@ impl PageSource for CpuPages {
         let end = (self.at + self.page_size).min(self.frame.len());
         page.extend_from_slice(&self.frame[self.at..end]);
         self.at = end;
+        if let Some((layout, newest)) = &self.newest
+            && let Ok(page) = Page::parse(*layout, page)
+        {
+            newest.set(newest.get().max(page.timestamp()));
+        }
         Ok(Pull::Page)
     }
 }

@@ -36,6 +36,7 @@ pub(super) enum Command {
     Verify(VerifyArgs),
     Info(InfoArgs),
     Report(ReportArgs),
+    Tail(TailArgs),
     Export(ExportArgs),
 }
 
@@ -268,14 +269,45 @@ pub(super) enum ClockArg {
 
 /// Show a trail as text, in trace-cmd's layout
 ///
-/// Migrations, blackouts and losses stand between the events, as lines of the pseudo task <vmtrail>.
+/// Migrations, blackouts and losses stand between the events, as lines of the pseudo task <vmtrail>. Takes a trace.dat (version 6 or
+/// 7) of trace-cmd as well.
 #[derive(Debug, ClapArgs)]
 pub(super) struct ReportArgs {
-    /// Directory of the trail
+    /// Directory of the trail, or a trace.dat
     pub(super) trail: PathBuf,
 
     #[command(flatten)]
     pub(super) select: SelectArgs,
+
+    #[command(flatten)]
+    pub(super) lines: LinesArgs,
+}
+
+/// Show the events of a trail while it is being recorded, through its migrations
+///
+/// Begins with what is stored from now on, and ends when the recording does.
+#[derive(Debug, ClapArgs)]
+pub(super) struct TailArgs {
+    /// Directory of the trail
+    pub(super) trail: PathBuf,
+
+    /// Only these CPUs (0,2,3)
+    #[arg(long = "cpu", value_name = "CPUS", value_delimiter = ',')]
+    pub(super) cpus: Vec<u32>,
+
+    #[command(flatten)]
+    pub(super) lines: LinesArgs,
+}
+
+#[derive(Debug, Clone, ClapArgs)]
+pub(super) struct LinesArgs {
+    /// Only these events: 'event == sched_switch && prev_comm =~ "qemu*"'; names are fields, or event, system, cpu, pid, task, time
+    #[arg(long = "where", value_name = "FILTER")]
+    pub(super) filter: Option<String>,
+
+    /// One JSON object a line
+    #[arg(long)]
+    pub(super) json: bool,
 
     /// Times with nine digits
     #[arg(short = 't', long)]
@@ -292,6 +324,8 @@ pub(super) enum Format {
     TraceDat,
     /// For ui.perfetto.dev
     Perfetto,
+    /// A directory for babeltrace2 and Trace Compass
+    Ctf,
 }
 
 /// Write a trail as a file for other tools

@@ -65,6 +65,7 @@ async fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Verify(args) => read::verify(&args),
         Command::Info(args) => read::info(&args),
         Command::Report(args) => show::report(&args),
+        Command::Tail(args) => show::tail(&args),
         Command::Export(args) => show::export(&args),
     }
 }
