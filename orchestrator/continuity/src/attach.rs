@@ -6,6 +6,7 @@
 //!     |  ^  Hello repeated every 0.5 s     |
 //!     |  |                                 | the VM was moved, or the port reconnected: new epoch
 //!     |  +---------------------------------+
+//!     |  ^ silence of a live port (no heartbeat), or the guest was reset: a new agent may be there, call again
 //!     | StaleEpoch answered: a newer epoch was in force; take a still newer one and call again, on all ports
 //! ```
 //!
@@ -26,6 +27,10 @@ pub const HELLO_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Silence of a running VM after which a socket port is taken for wedged.
 pub const WEDGE_SILENCE: Duration = Duration::from_secs(2);
+
+/// Silence of a live port of a running VM after which it is called again: the agent sends a heartbeat every 5 s, so it was
+/// restarted, or the guest was. An agent that lives ignores an epoch that it obeys already.
+pub const LOST_AFTER: Duration = Duration::from_secs(12);
 
 /// Silence of a running VM after which the agent is reported absent.
 pub const ABSENT_AFTER: Duration = Duration::from_secs(5);
@@ -171,6 +176,18 @@ impl Attachment {
         }
     }
 
+    /// The agent said that it ends, or the guest was reset: whoever answers next is another one.
+    pub fn handle_agent_gone(&mut self, now: Instant) {
+        self.attached_at = now;
+        self.call_again(now);
+    }
+
+    /// Whether the vCPUs run.
+    #[must_use]
+    pub fn is_running(&self) -> bool {
+        self.running
+    }
+
     /// A port was connected anew: whatever was under way on it is gone.
     pub fn handle_reconnected(&mut self, now: Instant, port: usize, epoch: Epoch) {
         // One epoch for all ports: a stream may move between ports, and its frames must not be taken for stale.
@@ -184,7 +201,14 @@ impl Attachment {
         let epoch = self.epoch;
         for (index, port) in self.ports.iter_mut().enumerate() {
             if port.answered {
-                continue;
+                let lost = self.running && now.since(port.silent_since) >= LOST_AFTER;
+                if !lost {
+                    continue;
+                }
+                port.answered = false;
+                port.hello_at = None;
+                port.silent_since = now;
+                self.attached_at = now;
             }
             if self.running
                 && port.kind == PortKind::Socket
@@ -222,10 +246,12 @@ impl Attachment {
     pub fn poll_timeout(&self) -> Option<Instant> {
         self.ports
             .iter()
-            .filter(|port| !port.answered)
-            .map(|port| {
-                port.hello_at
-                    .map_or(Instant(0), |at| at.after(HELLO_INTERVAL))
+            .filter_map(|port| {
+                if port.answered {
+                    return self.running.then(|| port.silent_since.after(LOST_AFTER));
+                }
+                let hello_at = port.hello_at;
+                Some(hello_at.map_or(Instant(0), |at| at.after(HELLO_INTERVAL)))
             })
             .min()
     }
@@ -299,7 +325,6 @@ mod tests {
         assert!(!attachment.is_live());
         attachment.handle_frame(after(600), 0, &header(7), Some(&hello()));
         assert!(attachment.is_live());
-        assert_eq!(attachment.poll_timeout(), None);
         assert_eq!(attachment.session(), Some(SessionId(3)));
     }
 
@@ -342,6 +367,31 @@ mod tests {
         let seen = actions(&mut attachment);
         assert!(seen.contains(&Action::Reconnect { port: 0 }));
         assert!(!seen.contains(&Action::Reconnect { port: 1 }));
+    }
+
+    #[test]
+    fn a_live_port_without_heartbeats_is_called_again_but_not_while_the_vm_stands_still() {
+        let mut attachment = Attachment::new(Instant(0), Epoch(7), &[PortKind::Fifo], true);
+        let _ = actions(&mut attachment);
+        attachment.handle_frame(after(100), 0, &header(7), Some(&hello()));
+        assert_eq!(attachment.poll_timeout(), Some(after(12_100)));
+        // A heartbeat, or anything else of our epoch, is a sign of life.
+        attachment.handle_frame(after(5000), 0, &header(7), None);
+        attachment.handle_timeout(after(12_100));
+        assert_eq!(actions(&mut attachment), []);
+        attachment.handle_running(after(13_000), false);
+        attachment.handle_timeout(after(60_000));
+        assert_eq!(actions(&mut attachment), []);
+        attachment.handle_running(after(60_000), true);
+        attachment.handle_timeout(after(72_000));
+        assert_eq!(
+            actions(&mut attachment),
+            [Action::SendHello {
+                port: 0,
+                epoch: Epoch(7)
+            }]
+        );
+        assert!(!attachment.is_live());
     }
 
     #[test]

@@ -51,6 +51,8 @@ pub enum Event {
         /// Nanoseconds since the Unix epoch.
         wall_ns: u64,
     },
+    /// The guest was reset.
+    Reset,
     /// The answer to [`Command::QueryRunning`].
     Running(bool),
     /// The monitor is gone.

@@ -56,6 +56,8 @@ pub(super) struct Core {
     pub(super) port_streams: BTreeMap<StreamId, usize>,
     /// Acks that no port took yet.
     pub(super) acks: BTreeMap<StreamId, Sequence>,
+    /// The agent said that it ends; the driver calls whoever comes next.
+    pub(super) agent_ends: bool,
     /// Gaps declared so far.
     pub(super) gaps: u64,
     /// First sequence stored of each stream since a commit; `None` while nobody asks.
@@ -93,6 +95,7 @@ impl Core {
             unsupported: None,
             port_streams: BTreeMap::new(),
             acks: BTreeMap::new(),
+            agent_ends: false,
             gaps: 0,
             resumed_at: None,
             assembling: BTreeMap::new(),
@@ -174,6 +177,11 @@ impl Core {
             AgentMessage::Metadata(chunk) => self.take_metadata(header.session, &chunk, payload),
             AgentMessage::Lost(counters) => self.take_counters(header.session, counters),
             AgentMessage::Pong(pong) => self.take_pong(header.session, &pong),
+            // Id 0 answers nothing: the agent was told to end and has sent what it had.
+            AgentMessage::Quiesced(quiesced) if quiesced.id == 0 && !quiesced.started => {
+                tracing::info!(port, "the agent ends");
+                self.agent_ends = true;
+            }
             AgentMessage::Quiesced(quiesced) => self.take_quiesced(port, quiesced),
             AgentMessage::Error(error) => {
                 if let Some(pending) = self.pending.get_mut(&error.id) {

@@ -57,6 +57,10 @@ const CLOCK_INTERVAL: Duration = Duration::from_secs(10);
 /// How long the agent may take to answer a request. Switching a thousand tracepoints patches the guest's kernel code on all
 /// its CPUs, which took 5 s in an emulated guest on a busy host; nobody is held meanwhile.
 const AGENT_DEADLINE: Duration = Duration::from_secs(60);
+/// How often a monitor that closed is tried again, while its QEMU lives …
+const MONITOR_TRIES: u32 = 5;
+/// … and the pause between.
+const MONITOR_PAUSE: Duration = Duration::from_millis(300);
 /// How long the last frames may take after a stop.
 const STOP_DEADLINE: Duration = Duration::from_secs(10);
 /// How long after a commit the agent may take to introduce its streams again.
@@ -265,8 +269,12 @@ impl Recorder {
         let mut replies = Vec::new();
         let reason = loop {
             self.step(None).await?;
-            if let Some(reason) = &self.qemu_ended {
-                break reason.clone();
+            if let Some(reason) = self.qemu_ended.take() {
+                if self.find_monitor_again().await {
+                    continue;
+                }
+                self.qemu_ended = Some(reason.clone());
+                break reason;
             }
             while let Some(request) = self.queue.pop_front() {
                 match request {
@@ -327,6 +335,35 @@ impl Recorder {
             let _ = reply.send(report.clone());
         }
         Ok(report)
+    }
+
+    /// The monitor closed. A QEMU that lives is found again at the same path: somebody took its client away (a `chardev`
+    /// change, a kernel limit), and the ports go on all the time.
+    async fn find_monitor_again(&mut self) -> bool {
+        let path = self.source.monitor.path().to_owned();
+        let lives = self
+            .source
+            .monitor
+            .pid()
+            .is_some_and(|pid| std::path::Path::new(&format!("/proc/{pid}")).exists());
+        if !lives {
+            return false;
+        }
+        for _ in 0..MONITOR_TRIES {
+            match vmm::Monitor::connect(&path).await {
+                Ok(monitor) if monitor.pid() == self.source.monitor.pid() => {
+                    self.core.warn(format!(
+                        "the monitor {} had closed the connection; connected again",
+                        path.display()
+                    ));
+                    self.source.monitor = monitor;
+                    self.source.watch(self.facts_in.clone());
+                    return true;
+                }
+                _ => tokio::time::sleep(MONITOR_PAUSE).await,
+            }
+        }
+        false
     }
 
     async fn attach_to_source(&mut self, qemu: &str) -> Result<()> {
@@ -603,6 +640,9 @@ impl Recorder {
         let Some(attachment) = &mut self.source.attachment else {
             return;
         };
+        if std::mem::take(&mut self.core.agent_ends) {
+            attachment.handle_agent_gone(now);
+        }
         if attachment.poll_timeout().is_some_and(|at| at <= now) {
             attachment.handle_timeout(now);
         }
@@ -725,6 +765,14 @@ impl Recorder {
                     Some(error) => Err(anyhow!("the agent refused: {error}")),
                     None => Ok(pending),
                 };
+            }
+            let told_to_stop = self
+                .queue
+                .iter()
+                .any(|request| matches!(request, Request::Stop { .. }));
+            if told_to_stop {
+                self.core.pending.remove(&id);
+                bail!("interrupted while the agent was asked");
             }
             if self.core.clock.now() >= deadline {
                 self.core.pending.remove(&id);
@@ -1028,6 +1076,11 @@ impl Recorder {
                     attachment.handle_running(now, true);
                 }
             }
+            FactKind::Event(VmmEvent::Reset) => {
+                if let Some(attachment) = &mut self.source.attachment {
+                    attachment.handle_agent_gone(now);
+                }
+            }
             FactKind::Closed(reason) if self.attempt.is_none() => {
                 self.qemu_ended = Some(format!("QEMU ended ({reason})"));
             }
@@ -1066,7 +1119,8 @@ impl Recorder {
             Action::Enter(phase) => self.enter_phase(phase),
             Action::ProbeQueues => self.source.probe_queues(self.facts_in.clone()),
             Action::ReadDry => {
-                self.read_dry(now);
+                let until = attempt.machine.held_until();
+                self.read_dry(until);
                 if let Some(attempt) = &mut self.attempt {
                     attempt.machine.handle_dry(self.core.clock.now());
                 }
@@ -1098,12 +1152,8 @@ impl Recorder {
         self.core.report(Report::Phase { attempt, phase });
     }
 
-    /// Reads all ports of the source until nothing is there, no longer than the drain budget allows.
-    fn read_dry(&mut self, since: Instant) {
-        let budget = self
-            .attempt
-            .as_ref()
-            .map_or(Duration::ZERO, |attempt| attempt.options.drain_budget);
+    /// Reads all ports of the source until nothing is there, no longer than the guest may be held.
+    fn read_dry(&mut self, until: Option<Instant>) {
         for index in 0..self.source.ports.len() {
             let Some(attachment) = &mut self.source.attachment else {
                 return;
@@ -1112,10 +1162,10 @@ impl Recorder {
             let port = &mut self.source.ports[index];
             loop {
                 let turn = port.read_turn(&mut self.scratch, |decoder| {
-                    core.take(attachment, index, decoder)
+                    core.take(attachment, index, decoder);
                 });
                 let more = turn.is_ok_and(|turn| turn.end == TurnEnd::More);
-                if !more || core.clock.now().since(since) >= budget {
+                if !more || until.is_some_and(|until| core.clock.now() >= until) {
                     break;
                 }
             }
@@ -1276,7 +1326,7 @@ impl Recorder {
     async fn finish(mut self, reason: String) -> Result<Report> {
         let complete = if self.qemu_ended.is_some() {
             // What QEMU wrote before it ended still stands in the FIFOs and sockets.
-            self.read_dry(self.core.clock.now());
+            self.read_dry(None);
             false
         } else {
             match self.stop_agent().await {
@@ -1339,6 +1389,14 @@ impl Recorder {
     async fn stop_agent(&mut self) -> Result<bool> {
         if !self.is_live() {
             bail!("the agent does not answer");
+        }
+        if self
+            .source
+            .attachment
+            .as_ref()
+            .is_some_and(|attachment| !attachment.is_running())
+        {
+            bail!("the VM stands still, so its agent cannot send what it still holds");
         }
         let answer = self.ask(HostMessage::Stop, true).await?;
         let session = self

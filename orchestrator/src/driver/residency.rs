@@ -158,7 +158,9 @@ impl Residency {
                 kind: FactKind::Closed(reason),
             });
         });
-        self.watcher = Some(task.abort_handle());
+        if let Some(before) = self.watcher.replace(task.abort_handle()) {
+            before.abort();
+        }
     }
 
     /// Bytes read from all ports.

@@ -323,6 +323,7 @@ pub fn event(event: &vmtrail_qmp::Event) -> Option<Event> {
         "MIGRATION" => Some(Event::Status(status(event.data.get("status")?.as_str()?))),
         "STOP" => Some(Event::Stopped { wall_ns }),
         "RESUME" => Some(Event::Resumed { wall_ns }),
+        "RESET" => Some(Event::Reset),
         _ => None,
     }
 }

@@ -227,6 +227,15 @@ impl Migration {
         self.measured
     }
 
+    /// Until when the guest may be held, while it is.
+    #[must_use]
+    pub fn held_until(&self) -> Option<Instant> {
+        match self.state {
+            State::Draining { since, .. } => Some(since.after(self.options.drain_budget)),
+            _ => None,
+        }
+    }
+
     /// Whether the attempt is over.
     #[must_use]
     pub fn has_ended(&self) -> bool {
