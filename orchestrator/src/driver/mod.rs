@@ -135,7 +135,6 @@ struct Attempt {
     machine: Migration,
     /// The residency that waits; after the commit the one that was left.
     other: Residency,
-    options: Options,
     reply: mpsc::UnboundedSender<Report>,
     before: Totals,
     gaps_before: u64,
@@ -973,7 +972,6 @@ impl Recorder {
             number,
             machine,
             other,
-            options: options.clone(),
             reply: reply.clone(),
             before: self.core.totals(),
             gaps_before: self.core.gaps,
