@@ -37,12 +37,19 @@ pub fn agent(lab: &Lab) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Builds the host's `vmtrail`, optimized, into the target directory that cargo uses anyway.
+/// Path of a vmtrail to use as it is: an installed one, or one of another version.
+pub const VMTRAIL_VARIABLE: &str = "VMTRAIL_BINARY";
+
+/// Builds the host's `vmtrail`, optimized, into the target directory that cargo uses anyway; unless
+/// [`VMTRAIL_VARIABLE`] names one.
 ///
 /// # Errors
 ///
 /// If cargo fails; its words are on the terminal.
 pub fn vmtrail() -> Result<PathBuf> {
+    if let Some(binary) = env::var_os(VMTRAIL_VARIABLE) {
+        return Ok(repository().join(binary));
+    }
     let mut cargo = cargo();
     cargo.args([
         "build",

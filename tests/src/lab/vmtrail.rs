@@ -168,6 +168,11 @@ impl Vmtrail {
         recorder.wait_for(ATTACH_TIMEOUT, "to record pages", |report| {
             report["report"] == "rate" && report["pages"].as_u64() > Some(0)
         })?;
+        // Pages may be stored while the agent's metadata is still coming; only then does the recorder hear others.
+        let socket = trail.join("control.sock");
+        recorder.wait_until(ATTACH_TIMEOUT, "to listen for other commands", |_| {
+            socket.exists()
+        })?;
         Ok(recorder)
     }
 
@@ -359,11 +364,19 @@ impl Recorder {
         what: &str,
         wanted: impl Fn(&Value) -> bool,
     ) -> Result<()> {
+        self.wait_until(timeout, what, |recorder| {
+            recorder.reports().iter().any(&wanted)
+        })
+    }
+
+    fn wait_until(
+        &mut self,
+        timeout: Duration,
+        what: &str,
+        reached: impl Fn(&Self) -> bool,
+    ) -> Result<()> {
         let begun = Instant::now();
-        loop {
-            if self.reports().iter().any(&wanted) {
-                return Ok(());
-            }
+        while !reached(self) {
             if let Some(status) = self
                 .child
                 .try_wait()
@@ -383,6 +396,7 @@ impl Recorder {
             }
             thread::sleep(POLL);
         }
+        Ok(())
     }
 
     /// Moves the VM, through a second process that asks this one.
