@@ -168,7 +168,7 @@ impl Info {
             };
             let stream = streams
                 .entry((frame.header.session.to_string(), cpu))
-                .or_insert(StreamInfo {
+                .or_insert_with(|| StreamInfo {
                     cpu,
                     first_sent_ns: frame.header.sent_ns,
                     ..StreamInfo::default()

@@ -1245,7 +1245,7 @@ impl Recorder {
         };
         let continuous = self
             .is_live()
-            .then(|| self.core.gaps == attempt.gaps_before);
+            .then_some(self.core.gaps == attempt.gaps_before);
         let figures = match attempt.other.monitor.migration().await {
             Ok(figures) => figures,
             // A source that has ended can no longer be asked; its last figures must do.

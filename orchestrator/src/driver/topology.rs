@@ -226,9 +226,8 @@ async fn read_device(monitor: &Monitor, path: &str, name: &str) -> Result<Option
     // The transport (virtio-serial-pci, -device on mmio, -ccw) holds the virtio device as a child, but for
     // virtio-serial-device, which is it.
     let backend = format!("{path}/virtio-backend");
-    let children = match monitor.children(&backend).await {
-        Ok(children) => children,
-        Err(_) => return Ok(None),
+    let Ok(children) = monitor.children(&backend).await else {
+        return Ok(None);
     };
     let Some((bus, _)) = children
         .into_iter()
