@@ -1,1 +1,1 @@
-//! See the README.
+//! Small uses of vmtrail's libraries: each program in `src/bin` is one.
