@@ -59,6 +59,14 @@ impl Type {
         }
     }
 
+    /// The value of this type at `offset`.
+    #[inline]
+    fn load(self, endian: Endian, payload: &[u8], offset: u32) -> Option<u64> {
+        let size = usize::from(self.bits / 8);
+        let value = crate::event_format::read_unsigned(endian, payload, offset as usize, size)?;
+        Some(self.fit(value))
+    }
+
     /// `value` as one of this type.
     #[inline]
     pub(super) fn fit(self, value: u64) -> u64 {
@@ -253,7 +261,28 @@ impl Expr {
     /// Its value as a number, `None` where it reaches beyond the record or is no number.
     ///
     /// Recursion is as deep as the parser allowed (`MAX_DEPTH`).
+    #[inline]
     pub(super) fn evaluate(&self, endian: Endian, payload: &[u8]) -> Option<u64> {
+        // Nearly all arguments are a field, or a field cast.
+        match self {
+            Self::Load {
+                place: Place::Fixed { offset, .. },
+                of,
+                ..
+            } => of.load(endian, payload, *offset),
+            Self::Cast { to, operand } => match &**operand {
+                Self::Load {
+                    place: Place::Fixed { offset, .. },
+                    of,
+                    ..
+                } => Some(to.fit(of.load(endian, payload, *offset)?)),
+                operand => Some(to.fit(operand.evaluate_any(endian, payload)?)),
+            },
+            other => other.evaluate_any(endian, payload),
+        }
+    }
+
+    fn evaluate_any(&self, endian: Endian, payload: &[u8]) -> Option<u64> {
         match self {
             Self::Number { value, .. } => Some(*value),
             Self::Load { place, of, .. } => {

@@ -108,6 +108,11 @@ pub struct Program {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Part {
+    /// A literal of at most 32 bytes: nearly all are, and these are copied without a call.
+    Short {
+        text: [u8; 32],
+        length: u8,
+    },
     Literal(Box<[u8]>),
     /// A conversion and its arguments: the value, and what stands for `*` as width and precision.
     Conversion {
@@ -162,6 +167,19 @@ impl Program {
             }
             if parts.len() > MAX_PARTS {
                 return Err(PrintError::TooManyParts);
+            }
+        }
+        for part in &mut parts {
+            let Part::Literal(text) = part else { continue };
+            let mut short = [0; 32];
+            if let (Some(copy), Ok(length)) =
+                (short.get_mut(..text.len()), u8::try_from(text.len()))
+            {
+                copy.copy_from_slice(text);
+                *part = Part::Short {
+                    text: short,
+                    length,
+                };
             }
         }
         Ok(Self { parts })

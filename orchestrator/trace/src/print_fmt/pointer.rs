@@ -2,7 +2,7 @@
 
 use super::Environment;
 use super::printf::{Shape, shape_written};
-use crate::text::{push_decimal, push_decimal_zeroed, push_hex, push_hex_padded};
+use crate::text::{push_decimal, push_decimal_zeroed, push_hex, push_hex_padded, push_text};
 use crate::{Endian, LongSize};
 
 /// What a `%p` argument is.
@@ -122,7 +122,7 @@ pub(crate) fn write_symbol(
 ) {
     match environment.symbols.find(address) {
         Some(symbol) => {
-            out.extend_from_slice(symbol.name);
+            push_text(out, symbol.name);
             if offset {
                 out.extend_from_slice(b"+0x");
                 push_hex(out, address.wrapping_sub(symbol.address));

@@ -5,7 +5,9 @@ use super::pointer::{Pointee, write_pointer};
 use super::printf::{self, Amount, Conversion, MAX_WIDTH, Piece, Shape, Spec};
 use super::{Environment, Part, Program};
 use crate::event_format::read_unsigned;
-use crate::text::{push_decimal, push_hex, push_hex_padded, push_signed, until_nul};
+use crate::text::{
+    push_decimal, push_hex, push_hex_padded, push_short, push_signed, push_text, until_nul,
+};
 
 /// Stands where a value reaches beyond its record or cannot be worked out: visible, and never taken for a number.
 const NOT_THERE: &[u8] = b"<not in the record>";
@@ -23,6 +25,7 @@ impl Program {
     ) {
         for part in &self.parts {
             match part {
+                Part::Short { text, length } => push_short(out, text, usize::from(*length)),
                 Part::Literal(text) => out.extend_from_slice(text),
                 Part::Conversion {
                     spec,
@@ -211,9 +214,9 @@ pub(super) fn write_text(
 ) {
     let endian = environment.endian;
     match value {
-        Expr::Text(text) => out.extend_from_slice(text),
+        Expr::Text(text) => push_text(out, text),
         Expr::Str(place) | Expr::Address { place, .. } => match place.bytes(endian, payload) {
-            Some(bytes) => out.extend_from_slice(until_nul(bytes)),
+            Some(bytes) => push_text(out, until_nul(bytes)),
             None => out.extend_from_slice(NOT_THERE),
         },
         Expr::Choice { condition, yes, no } => match condition.evaluate(endian, payload) {
@@ -340,7 +343,7 @@ fn write_flags(
             out.extend_from_slice(&table.delimiter);
         }
         first = false;
-        out.extend_from_slice(name);
+        push_text(out, name);
     }
     if flags != 0 {
         if !first {
@@ -362,7 +365,7 @@ fn write_symbolic(
         return out.extend_from_slice(NOT_THERE);
     };
     match table.entries.iter().find(|(known, _)| *known == value) {
-        Some((_, name)) => out.extend_from_slice(name),
+        Some((_, name)) => push_text(out, name),
         None => {
             out.extend_from_slice(b"0x");
             push_hex(out, value);

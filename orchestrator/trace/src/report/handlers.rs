@@ -8,7 +8,7 @@ use crate::metadata::Comms;
 use crate::print_fmt::{Environment, write_bprint};
 use crate::text::{
     push_decimal, push_decimal_zeroed, push_hex, push_hex_padded, push_repeated, push_signed,
-    until_nul,
+    push_text, until_nul,
 };
 
 use super::function::{CallStacks, GraphEntryFields, GraphExitFields, write_exit};
@@ -303,7 +303,7 @@ impl Handler {
                 let address = number(field)?;
                 if let Some(symbol) = task.environment.symbols.find(address) {
                     out.push(b'(');
-                    out.extend_from_slice(symbol.name);
+                    push_text(out, symbol.name);
                     out.extend_from_slice(b"+0x");
                     push_hex(out, address.wrapping_sub(symbol.address) & 0xffff_ffff);
                     out.extend_from_slice(b") ");
@@ -419,7 +419,7 @@ fn write_comm(
     out: &mut Vec<u8>,
 ) -> Option<()> {
     let name = until_nul(field.bytes(task.event.endian(), task.entry.payload)?);
-    out.extend_from_slice(name);
+    push_text(out, name);
     out.push(b':');
     if let Ok(pid) = i32::try_from(pid)
         && pid != 0

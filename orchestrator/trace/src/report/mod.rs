@@ -21,7 +21,7 @@ use crate::print_fmt::Environment;
 use crate::ring_buffer::Missed;
 use crate::text::{
     push_decimal, push_decimal_right, push_decimal_zeroed, push_hex_padded, push_repeated,
-    push_signed,
+    push_short, push_signed, push_text,
 };
 
 use self::function::{CallStacks, GraphCall};
@@ -153,7 +153,7 @@ impl<'a> Reporter<'a> {
         }
         self.seconds
             .write(metadata, self.options.time, entry.timestamp, out);
-        out.extend_from_slice(&plan.heading);
+        push_text(out, &plan.heading);
 
         let environment = Environment {
             endian,
@@ -276,6 +276,7 @@ impl EventPlan {
 }
 
 /// One newline at the end, whether or not the text brought one.
+#[inline]
 fn end_line(start: usize, out: &mut Vec<u8>) {
     if out.len() > start && out.last() == Some(&b'\n') {
         return;
@@ -400,7 +401,7 @@ impl TaskColumn {
             }
             return;
         }
-        out.extend_from_slice(slot.text.get(..usize::from(slot.used)).unwrap_or_default());
+        push_short(out, &slot.text, usize::from(slot.used));
     }
 
     /// Forgets the column of a task whose name has become known.
@@ -448,7 +449,7 @@ impl SecondsColumn {
             push_decimal_right(&mut self.text, seconds, 5);
             self.text.push(b'.');
         }
-        out.extend_from_slice(&self.text);
+        push_text(out, &self.text);
         push_decimal_zeroed(out, value % divisor, digits);
         out.push(b':');
     }
