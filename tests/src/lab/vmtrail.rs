@@ -5,6 +5,8 @@ use std::ffi::OsString;
 use std::fs;
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -168,10 +170,10 @@ impl Vmtrail {
         recorder.wait_for(ATTACH_TIMEOUT, "to record pages", |report| {
             report["report"] == "rate" && report["pages"].as_u64() > Some(0)
         })?;
-        // Pages may be stored while the agent's metadata is still coming; only then does the recorder hear others.
-        let socket = trail.join("control.sock");
+        // Pages may be stored while the agent is still being configured; only then does the recorder hear others. A socket that is
+        // there may be a dead recorder's.
         recorder.wait_until(ATTACH_TIMEOUT, "to listen for other commands", |_| {
-            socket.exists()
+            listens(trail)
         })?;
         Ok(recorder)
     }
@@ -489,6 +491,15 @@ impl Drop for Recorder {
             let _ = reader.join();
         }
     }
+}
+
+/// Whether somebody listens on the trail's control socket, named by way of its directory: a socket's path has 107 bytes at
+/// most, a trail's may have more.
+fn listens(trail: &Path) -> bool {
+    File::open(trail).is_ok_and(|dir| {
+        let path = format!("/proc/self/fd/{}/control.sock", dir.as_raw_fd());
+        UnixStream::connect(path).is_ok()
+    })
 }
 
 fn send(child: &Child, signal: Signal) -> Result<()> {
