@@ -1,9 +1,5 @@
 //! What the tests of the trail share: frames as an agent sends them, and trails on a disk that can crash.
 #![allow(dead_code, reason = "each test binary uses its part")]
-#![expect(
-    clippy::allow_attributes,
-    reason = "an expectation that one binary fulfils another does not"
-)]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
