@@ -11,12 +11,12 @@
 //! continuous  else
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use serde::Serialize;
+use vmtrail_trace::Endian;
 use vmtrail_trace::ring_buffer::{Missed, PageLayout, page_summary};
-use vmtrail_trace::{Endian, LongSize};
 use vmtrail_wire::flags;
 
 use crate::trail::event::{Counters, Event, MigrationEnded, RetiredStream, Session, StreamEnd};
@@ -112,8 +112,10 @@ pub struct StreamVerification {
     pub overrun_events: u64,
     /// Overruns whose number of events the kernel did not say.
     pub overruns_uncounted: u64,
-    /// Events overwritten before the first page that the trail has: it begins behind them.
+    /// Events overwritten before the first page that the trail has: it begins behind them. No loss within the recording.
     pub overrun_before_start: u64,
+    /// Whether events were overwritten there whose number the kernel did not say.
+    pub overrun_before_start_uncounted: bool,
     /// Frames stored twice or out of order.
     pub disordered_frames: u64,
     /// Pages that cannot be read.
@@ -170,7 +172,7 @@ pub struct MigrationVerification {
     pub phases: Vec<PhaseTime>,
     /// How it ended; `None` if the log does not say.
     pub ended: Option<MigrationEnded>,
-    /// Per CPU whether the frame behind the boundary is stored (or the stream ended exactly there).
+    /// Per CPU whether the session went on behind the last frame that came from the source.
     pub boundaries_continued: Vec<Boundary>,
 }
 
@@ -190,8 +192,9 @@ pub struct Boundary {
     pub cpu: u32,
     /// Sequence of the first frame behind it.
     pub next: u64,
-    /// Whether that frame is stored, or the stream ends there.
-    pub continued: bool,
+    /// Whether that very frame is stored (or was, and retired), or the stream ended exactly there. `None` if that cannot
+    /// be known: nothing came behind the boundary, and the agent did not say that nothing was to come.
+    pub continued: Option<bool>,
 }
 
 impl Verification {
@@ -215,7 +218,7 @@ impl Verification {
 pub fn verify(reader: &TrailReader) -> Result<Verification, TrailError> {
     // Asked first: a recorder that ends while we read leaves more behind than we saw, not less.
     let being_recorded = reader.writer()?.is_some();
-    let log = Log::read(reader)?;
+    let log = Log::read(reader, oldest_ns(reader)?)?;
     let mut check = Check::new(reader, &log);
     let mut frames = reader.frames();
     while let Some(entry) = frames.next()? {
@@ -232,18 +235,35 @@ pub fn verify(reader: &TrailReader) -> Result<Verification, TrailError> {
     Ok(check.finish(being_recorded, torn_bytes))
 }
 
+/// When the oldest frames that are left were written, if older ones were retired; else 0.
+fn oldest_ns(reader: &TrailReader) -> Result<u64, TrailError> {
+    match reader.segments()?.first() {
+        Some(first) if first.number > 1 => Ok(reader.index(first.number)?.first_written_ns),
+        _ => Ok(0),
+    }
+}
+
 /// What the event log says.
 #[derive(Debug, Default)]
 struct Log {
     sessions: Vec<SessionLog>,
     migrations: Vec<MigrationVerification>,
+    /// For each of `migrations`, the session that was recorded when the source was stopped.
+    migrated_sessions: Vec<Option<String>>,
+    /// The session that spoke last.
+    current_session: Option<String>,
+    last_epoch: u64,
+    /// Kernel counters logged before this say nothing about the frames that are left.
+    oldest_ns: u64,
     unreadable: Vec<String>,
 }
 
 #[derive(Debug, Default)]
 struct SessionLog {
+    name: String,
     about: Option<Session>,
-    clocks: usize,
+    /// Whether its clock was changed while it was recorded.
+    changed_clock: bool,
     began: BTreeMap<u32, u64>,
     gaps: Vec<(u32, u64, u64, String)>,
     forks: Vec<String>,
@@ -252,13 +272,23 @@ struct SessionLog {
     retired_frames: BTreeMap<u32, u64>,
     first_counters: BTreeMap<u32, Counters>,
     last_counters: BTreeMap<u32, Counters>,
-    /// Where its streams ended, unless a reader attached again.
-    ends: Option<Vec<StreamEnd>>,
+    /// Where its streams ended, unless it spoke again.
+    ends: Option<Ends>,
+}
+
+#[derive(Debug)]
+struct Ends {
+    streams: Vec<StreamEnd>,
+    /// The newest attachment by then. A frame of a later one says that the session went on.
+    epoch: u64,
 }
 
 impl Log {
-    fn read(reader: &TrailReader) -> Result<Self, TrailError> {
-        let mut log = Self::default();
+    fn read(reader: &TrailReader, oldest_ns: u64) -> Result<Self, TrailError> {
+        let mut log = Self {
+            oldest_ns,
+            ..Self::default()
+        };
         let mut names: BTreeMap<String, usize> = BTreeMap::new();
         let mut lines = reader.events()?;
         while let Some(line) = lines.next()? {
@@ -273,13 +303,27 @@ impl Log {
         Ok(log)
     }
 
+    /// Where streams crossed from one host to another: session, CPU and the sequence of the first frame behind it.
+    fn boundaries(&self) -> impl Iterator<Item = (String, u32, u64)> + '_ {
+        let migrations = self.migrations.iter().zip(&self.migrated_sessions);
+        migrations.flat_map(|(migration, session)| {
+            let ended = migration.ended.iter().zip(session);
+            ended.flat_map(|(ended, session)| {
+                (ended.boundaries.iter()).map(|end| (session.clone(), end.cpu, end.next))
+            })
+        })
+    }
+
     fn session<'a>(
         sessions: &'a mut Vec<SessionLog>,
         names: &mut BTreeMap<String, usize>,
         name: &str,
     ) -> &'a mut SessionLog {
         let index = *names.entry(name.to_owned()).or_insert_with(|| {
-            sessions.push(SessionLog::default());
+            sessions.push(SessionLog {
+                name: name.to_owned(),
+                ..SessionLog::default()
+            });
             sessions.len() - 1
         });
         &mut sessions[index]
@@ -290,15 +334,14 @@ impl Log {
         match event {
             Event::Session(about) => {
                 let session = Self::session(sessions, names, &about.session);
-                session.clocks += 1;
+                // A recorder that comes back says again whom it found; only another clock is a change.
+                session.changed_clock |=
+                    (session.about.as_ref()).is_some_and(|known| known.clock != about.clock);
+                session.ends = None;
+                self.current_session = Some(about.session.clone());
                 session.about = Some(about);
             }
-            Event::Attached { .. } => {
-                // Whatever ended before may go on now.
-                for session in sessions {
-                    session.ends = None;
-                }
-            }
+            Event::Attached { epoch, .. } => self.last_epoch = self.last_epoch.max(epoch),
             Event::StreamBegan {
                 session,
                 cpu,
@@ -307,7 +350,8 @@ impl Log {
             } => {
                 Self::session(sessions, names, &session)
                     .began
-                    .insert(cpu, sequence);
+                    .entry(cpu)
+                    .or_insert(sequence);
             }
             Event::Gap {
                 session,
@@ -334,15 +378,20 @@ impl Log {
             Event::Lost { session, counters } => {
                 let session = Self::session(sessions, names, &session);
                 for counters in counters {
-                    session
-                        .first_counters
-                        .entry(counters.cpu)
-                        .or_insert(counters);
+                    if at_ns >= self.oldest_ns {
+                        session
+                            .first_counters
+                            .entry(counters.cpu)
+                            .or_insert(counters);
+                    }
                     session.last_counters.insert(counters.cpu, counters);
                 }
             }
             Event::Stopped { session, streams } => {
-                Self::session(sessions, names, &session).ends = Some(streams);
+                Self::session(sessions, names, &session).ends = Some(Ends {
+                    streams,
+                    epoch: self.last_epoch,
+                });
             }
             Event::Dropped {
                 session, streams, ..
@@ -372,14 +421,17 @@ impl Log {
                     ended: None,
                     boundaries_continued: Vec::new(),
                 });
+                self.migrated_sessions.push(self.current_session.clone());
             }
             Event::MigrationPhase { attempt, phase } => {
-                if let Some(migration) = self
-                    .migrations
-                    .iter_mut()
-                    .rfind(|migration| migration.attempt == attempt)
+                if let Some(at) =
+                    (self.migrations.iter()).rposition(|known| known.attempt == attempt)
                 {
-                    migration.phases.push(PhaseTime { phase, at_ns });
+                    // The guest may have been booted anew since the attempt began; from here on it stands still.
+                    if phase == "switchover" {
+                        self.migrated_sessions[at].clone_from(&self.current_session);
+                    }
+                    self.migrations[at].phases.push(PhaseTime { phase, at_ns });
                 }
             }
             Event::MigrationEnded(ended) => {
@@ -408,6 +460,8 @@ struct StreamCheck {
     page_time: Option<u64>,
     /// A hole whose far side is not known before the next event.
     open_loss: Option<Loss>,
+    /// Boundaries of migrations whose next frame was seen.
+    continued: BTreeSet<u64>,
 }
 
 #[derive(Debug)]
@@ -416,6 +470,10 @@ struct Check<'a> {
     layouts: BTreeMap<String, Result<PageLayout, String>>,
     sessions: Vec<String>,
     streams: BTreeMap<(String, u32), StreamCheck>,
+    /// Sequences behind the boundaries of migrations, per stream.
+    boundaries: BTreeSet<(String, u32, u64)>,
+    /// Sessions that went on after they had been stopped.
+    went_on: BTreeSet<String>,
     losses: Vec<Loss>,
     losses_not_listed: u64,
     lossy: Vec<String>,
@@ -431,18 +489,25 @@ impl<'a> Check<'a> {
             layouts: BTreeMap::new(),
             sessions: Vec::new(),
             streams: BTreeMap::new(),
+            boundaries: log.boundaries().collect(),
+            went_on: BTreeSet::new(),
             losses: Vec::new(),
             losses_not_listed: 0,
             lossy: Vec::new(),
-            unknown: Vec::new(),
+            // Whatever the line said of a beginning, an end or a counter is not known now.
+            unknown: log.unreadable.clone(),
             overrun: Vec::new(),
             damage: log.unreadable.clone(),
         };
         for session in &log.sessions {
+            check.sessions.push(session.name.clone());
             let Some(about) = &session.about else {
+                check.unknown.push(format!(
+                    "session {}: the log does not describe it, so its pages cannot be read",
+                    session.name
+                ));
                 continue;
             };
-            check.sessions.push(about.session.clone());
             check
                 .layouts
                 .insert(about.session.clone(), layout(reader, about));
@@ -453,10 +518,9 @@ impl<'a> Check<'a> {
     fn take_damage(&mut self, kind: DamageKind, text: String) {
         match kind {
             // The frames' own numbers say whether something is missing; but what was there cannot be believed.
-            DamageKind::Content => self.unknown.push(text.clone()),
+            DamageKind::Content | DamageKind::SegmentHeader => self.unknown.push(text.clone()),
             DamageKind::MissingSegments
             | DamageKind::Shortened
-            | DamageKind::SegmentHeader
             | DamageKind::Unreadable
             | DamageKind::MissingBatches
             | DamageKind::FrameHeader => self.lossy.push(text.clone()),
@@ -465,11 +529,7 @@ impl<'a> Check<'a> {
     }
 
     fn session_log(&self, session: &str) -> Option<&'a SessionLog> {
-        self.log.sessions.iter().find(|log| {
-            log.about
-                .as_ref()
-                .is_some_and(|about| about.session == session)
-        })
+        (self.log.sessions.iter()).find(|log| log.name == session)
     }
 
     fn take_frame(&mut self, frame: &StoredFrame<'_>) {
@@ -490,10 +550,16 @@ impl<'a> Check<'a> {
             .remove(&(session.clone(), cpu))
             .unwrap_or_else(|| {
                 let retired = log.and_then(|log| log.retired.get(&cpu));
+                let next = retired
+                    .map(|retired| retired.to)
+                    .or_else(|| log?.began.get(&cpu).copied());
+                if log.is_some() && next.is_none() {
+                    self.unknown.push(format!(
+                        "CPU {cpu} of session {session}: the log does not say where the stream began"
+                    ));
+                }
                 StreamCheck {
-                    next: retired
-                        .map(|retired| retired.to)
-                        .or_else(|| log?.began.get(&cpu).copied()),
+                    next,
                     next_page: retired.map(|retired| retired.next_page),
                     found: StreamVerification {
                         cpu,
@@ -503,6 +569,15 @@ impl<'a> Check<'a> {
                 }
             });
         let sequence = header.sequence.0;
+        let ends = log.and_then(|log| log.ends.as_ref());
+        if ends.is_some_and(|ends| header.epoch.0 > ends.epoch) {
+            self.went_on.insert(session.clone());
+        }
+        if !self.boundaries.is_empty()
+            && (self.boundaries).contains(&(session.clone(), cpu, sequence))
+        {
+            stream.continued.insert(sequence);
+        }
         let next = stream.next.unwrap_or(sequence);
         if sequence < next {
             stream.found.disordered_frames += 1;
@@ -599,7 +674,7 @@ impl<'a> Check<'a> {
             .page_time
             .is_some_and(|time| summary.timestamp < time);
         // Another clock, chosen while recording, begins elsewhere.
-        if went_back && log.is_none_or(|log| log.clocks < 2) {
+        if went_back && log.is_none_or(|log| !log.changed_clock) {
             self.unknown.push(format!(
                 "CPU {} of session {session}: a page's time goes back to {}",
                 found.cpu, summary.timestamp
@@ -612,8 +687,10 @@ impl<'a> Check<'a> {
             Missed::Count(count) => Some(Some(count)),
         };
         if let Some(events) = missed {
-            if is_first {
+            // Behind frames that are missing it may be theirs.
+            if is_first && found.lost_frames == 0 {
                 found.overrun_before_start += events.unwrap_or(0);
+                found.overrun_before_start_uncounted |= events.is_none();
             } else {
                 found.overrun_events += events.unwrap_or(0);
                 found.overruns_uncounted += u64::from(events.is_none());
@@ -658,6 +735,7 @@ impl<'a> Check<'a> {
         for name in self.sessions.clone() {
             sessions.push(self.finish_session(&name, being_recorded));
         }
+        let migrations = self.finish_migrations();
         let streams: Vec<_> = std::mem::take(&mut self.streams).into_iter().collect();
         for (key, mut stream) in streams {
             let open = stream.open_loss.take();
@@ -667,7 +745,6 @@ impl<'a> Check<'a> {
                 session.streams.push(stream.found);
             }
         }
-        let migrations = self.finish_migrations(&sessions);
         let verdict = if !self.lossy.is_empty() {
             Verdict::Lossy
         } else if !self.unknown.is_empty() {
@@ -699,7 +776,10 @@ impl<'a> Check<'a> {
             self.unknown
                 .push(format!("session {name}: pages cannot be read: {reason}"));
         }
-        let ends = log.and_then(|log| log.ends.as_ref());
+        let ends = (log.and_then(|log| log.ends.as_ref()))
+            .filter(|_| !self.went_on.contains(name))
+            .map(|ends| ends.streams.as_slice());
+        self.check_gaps(name, log);
         if let Some(log) = log {
             self.lossy.extend(log.forks.iter().cloned());
             for (&cpu, &(duplicates, ahead)) in &log.drops {
@@ -715,7 +795,17 @@ impl<'a> Check<'a> {
             }
         }
         match ends {
-            Some(ends) => self.check_ends(name, log, ends),
+            Some(ends) => {
+                self.check_ends(name, log, ends);
+                let streams = (self.streams.keys()).filter(|(session, _)| session == name);
+                for (_, cpu) in streams {
+                    if !ends.iter().any(|end| end.cpu == *cpu) {
+                        self.unknown.push(format!(
+                            "CPU {cpu} of session {name} has no end: the agent's last word does not mention it"
+                        ));
+                    }
+                }
+            }
             None if being_recorded => {}
             None => self.unknown.push(format!(
                 "session {name} has no end: the recording stopped without the agent's last word, so frames may be missing there"
@@ -732,20 +822,38 @@ impl<'a> Check<'a> {
         }
     }
 
+    /// Losses that the log knows of and that no frame came behind.
+    fn check_gaps(&mut self, name: &str, log: Option<&SessionLog>) {
+        let mut furthest: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
+        for &(cpu, from, to, _) in log.iter().flat_map(|log| &log.gaps) {
+            let gap = furthest.entry(cpu).or_insert((from, to));
+            if to > gap.1 {
+                *gap = (from, to);
+            }
+        }
+        for (cpu, (from, to)) in furthest {
+            let ends = [StreamEnd { cpu, next: to }];
+            let have = self.next_of(name, log, cpu);
+            if have <= from && from < to {
+                self.check_ends(name, log, &ends);
+            }
+        }
+    }
+
+    /// The sequence that a stream would go on with.
+    fn next_of(&self, name: &str, log: Option<&SessionLog>, cpu: u32) -> u64 {
+        (self.streams.get(&(name.to_owned(), cpu)))
+            .and_then(|stream| stream.next)
+            .or_else(|| log?.retired.get(&cpu).map(|retired| retired.to))
+            .or_else(|| log?.began.get(&cpu).copied())
+            .unwrap_or(0)
+    }
+
+    /// Every stream must have come as far as the agent says that it got.
     fn check_ends(&mut self, name: &str, log: Option<&SessionLog>, ends: &[StreamEnd]) {
         for end in ends {
             let key = (name.to_owned(), end.cpu);
-            let began = log
-                .and_then(|log| log.began.get(&end.cpu).copied())
-                .unwrap_or(0);
-            let have = self
-                .streams
-                .get(&key)
-                .and_then(|stream| stream.next)
-                .unwrap_or_else(|| {
-                    let retired = log.and_then(|log| log.retired.get(&end.cpu));
-                    retired.map_or(began, |retired| retired.to)
-                });
+            let have = self.next_of(name, log, end.cpu);
             if have >= end.next {
                 continue;
             }
@@ -757,15 +865,32 @@ impl<'a> Check<'a> {
                 ..StreamCheck::default()
             });
             self.take_gap(&mut stream, name, log, (have, end.next), None);
+            stream.next = Some(end.next);
             self.streams.insert(key, stream);
         }
     }
 
-    /// What the kernel counted beyond what pages say was overwritten behind the last page that was read.
+    /// What the kernel counted beyond what pages say was overwritten behind the last page that was read, or cleared with
+    /// a ring.
+    ///
+    /// Its counters begin at 0 with the session. Of a stream that the trail has from its first frame on, pages and counters
+    /// must agree exactly. Of another one, what was counted before the trail had it is taken off, and the rest is the
+    /// least that was lost: the first page may tell of some of it, too.
     fn check_counters(&mut self, name: &str, log: Option<&SessionLog>) {
         let Some(log) = log else { return };
         for (cpu, last) in &log.last_counters {
-            let first = log.first_counters.get(cpu).copied().unwrap_or(*last);
+            let is_whole = log.began.get(cpu) == Some(&0) && !log.retired.contains_key(cpu);
+            let first = match log.first_counters.get(cpu) {
+                Some(first) if !is_whole => *first,
+                None if !is_whole => *last,
+                _ => Counters {
+                    cpu: *cpu,
+                    overrun: 0,
+                    commit_overrun: 0,
+                    dropped: 0,
+                    read: 0,
+                },
+            };
             let delta = |of: fn(&Counters) -> u64| of(last).saturating_sub(of(&first));
             let nested = delta(|c| c.commit_overrun) + delta(|c| c.dropped);
             if nested > 0 {
@@ -773,13 +898,26 @@ impl<'a> Check<'a> {
                     "CPU {cpu} of session {name}: the kernel dropped {nested} events (nested too deep, or the ring was full)"
                 ));
             }
-            let Some(stream) = self.streams.get_mut(&(name.to_owned(), *cpu)) else {
+            let overrun = delta(|c| c.overrun);
+            let key = (name.to_owned(), *cpu);
+            if overrun == 0 {
                 continue;
-            };
+            }
+            // A CPU without a frame can have lost all that it had.
+            let stream = self.streams.entry(key).or_insert_with(|| StreamCheck {
+                found: StreamVerification {
+                    cpu: *cpu,
+                    ..StreamVerification::default()
+                },
+                ..StreamCheck::default()
+            });
             let found = &mut stream.found;
-            let counted = found.overrun_events + found.overrun_before_start;
-            let unsaid = delta(|c| c.overrun).saturating_sub(counted);
-            if unsaid > 0 && found.overruns_uncounted == 0 {
+            let counted = found
+                .overrun_events
+                .saturating_add(found.overrun_before_start);
+            let unsaid = overrun.saturating_sub(counted);
+            let is_uncounted = found.overruns_uncounted > 0 || found.overrun_before_start_uncounted;
+            if unsaid > 0 && !is_uncounted {
                 found.overrun_events += unsaid;
                 let loss = Loss {
                     kind: LossKind::Overrun,
@@ -791,9 +929,11 @@ impl<'a> Check<'a> {
                     from: None,
                     to: None,
                     pages: None,
-                    cause: "the guest's ring overwrote events at the end, by the kernel's counter"
+                    cause: "the guest's ring overwrote events that no page tells of, by the kernel's counter"
                         .to_owned(),
                 };
+                let open = stream.open_loss.take();
+                self.list(open);
                 self.list(Some(loss));
             }
         }
@@ -831,29 +971,40 @@ impl<'a> Check<'a> {
         }
     }
 
-    fn finish_migrations(&self, sessions: &[SessionVerification]) -> Vec<MigrationVerification> {
+    fn finish_migrations(&self) -> Vec<MigrationVerification> {
         let mut migrations = self.log.migrations.clone();
-        for migration in &mut migrations {
+        for (migration, session) in migrations.iter_mut().zip(&self.log.migrated_sessions) {
             let boundaries = migration.ended.iter().flat_map(|ended| &ended.boundaries);
-            // The boundary names no session; the one that was live is the one that reaches it.
             migration.boundaries_continued = boundaries
-                .map(|boundary| Boundary {
-                    cpu: boundary.cpu,
-                    next: boundary.next,
-                    continued: sessions
-                        .iter()
-                        .flat_map(|session| &session.streams)
-                        .any(|stream| {
-                            stream.cpu == boundary.cpu
-                                && stream.lost_frames == 0
-                                && stream
-                                    .last_sequence
-                                    .is_none_or(|last| last + 1 >= boundary.next)
-                        }),
+                .map(|end| Boundary {
+                    cpu: end.cpu,
+                    next: end.next,
+                    continued: session
+                        .as_ref()
+                        .and_then(|session| self.boundary_continued(session, *end)),
                 })
                 .collect();
         }
         migrations
+    }
+
+    fn boundary_continued(&self, session: &str, boundary: StreamEnd) -> Option<bool> {
+        let log = self.session_log(session)?;
+        let retired = log.retired.get(&boundary.cpu);
+        if retired.is_some_and(|retired| boundary.next < retired.to) {
+            return Some(true);
+        }
+        let stream = self.streams.get(&(session.to_owned(), boundary.cpu));
+        if stream.is_some_and(|stream| stream.continued.contains(&boundary.next)) {
+            return Some(true);
+        }
+        // Frames behind it are stored, but not that one.
+        if stream.and_then(|stream| stream.found.last_sequence) > Some(boundary.next) {
+            return Some(false);
+        }
+        let ends = (log.ends.as_ref()).filter(|_| !self.went_on.contains(session))?;
+        let end = (ends.streams.iter()).find(|end| end.cpu == boundary.cpu)?;
+        Some(end.next == boundary.next)
     }
 }
 
@@ -866,7 +1017,6 @@ fn layout(reader: &TrailReader, about: &Session) -> Result<PageLayout, String> {
     } else {
         Endian::Little
     };
-    let _ = LongSize::Four;
     let text = header_page(reader, &about.session)
         .ok_or("the trail has no events/header_page of this session")?;
     PageLayout::parse(&text, endian).map_err(|error| error.to_string())
@@ -924,7 +1074,12 @@ impl fmt::Display for Verification {
                     stream.lost_frames,
                     stream.overrun_events
                 )?;
-                if stream.overrun_before_start > 0 {
+                if stream.overrun_before_start_uncounted {
+                    writeln!(
+                        f,
+                        "       (the trail begins behind events that the guest's ring had overwritten by then, the kernel does not say how many)"
+                    )?;
+                } else if stream.overrun_before_start > 0 {
                     writeln!(
                         f,
                         "       (the trail begins behind {} events that the guest's ring had overwritten by then)",

@@ -424,6 +424,8 @@ impl Frames {
                 number: number - 1,
                 bytes: u64::MAX,
             });
+            // Said once is enough: their batches are missing with them.
+            self.expected_batch = None;
             return Ok(Some(Entry::Damage(Damage {
                 segment: previous.number + 1,
                 offset: 0,

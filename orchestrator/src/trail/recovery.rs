@@ -11,7 +11,8 @@ use vmtrail_wire::{Epoch, Sequence, SessionId, StreamId};
 
 use super::event::Event;
 use super::format::{
-    EVENT_LOG, EVENTS, META, STREAMS, TrailId, index_name, segment_name, segment_number,
+    EVENT_LOG, EVENTS, MAX_EVENT_LINE, META, STREAMS, TrailId, index_name, segment_name,
+    segment_number,
 };
 use super::reader::{EventLines, index_of, list_segments, scan};
 use super::sink::{End, MAX_LOG_PIECE, Sealed};
@@ -82,8 +83,8 @@ fn recover_log(
         }
         state.len = line.end;
     }
-    // Before anything that was only found is called durable.
-    let from = state.len.saturating_sub(MAX_LOG_PIECE as u64);
+    // Before anything that was only found is called durable. A line longer than a piece was a piece of its own.
+    let from = (state.len).saturating_sub((MAX_LOG_PIECE + MAX_EVENT_LINE) as u64);
     rewrite(&*file, from, state.len).map_err(failed("write"))?;
     if state.len < file_len {
         recovery.closed = false;
@@ -175,10 +176,8 @@ impl Facts {
                 self.last_attempt = self.last_attempt.max(*attempt);
                 self.open_attempt = Some(*attempt);
             }
-            Event::MigrationEnded(ended) => {
-                if self.open_attempt == Some(ended.attempt) {
-                    self.open_attempt = None;
-                }
+            Event::MigrationEnded(ended) if self.open_attempt == Some(ended.attempt) => {
+                self.open_attempt = None;
             }
             Event::Retired {
                 segment, streams, ..

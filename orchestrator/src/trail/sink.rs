@@ -306,14 +306,15 @@ impl Sink {
     }
 
     fn write(&mut self, content: &mut Content) -> Result<(), StoreError> {
-        // Events are written before the frames of their batch, so that whoever reads a trail that grows finds the
-        // explanation of every frame that it finds.
-        let log_written = self.write_events(content)?;
-        let mut written = None;
-        if content.frame_count > 0 {
-            written = Some(self.write_frames(content)?);
+        // Events are durable before the frames of their batch are written. Frames that landed in a crash without the lines
+        // that explain them (whose session, where their stream began) would be kept by recovery and never be explained:
+        // the agent says who it is to the next attachment, but a stream begins only once.
+        self.write_events(content)?;
+        if content.frame_count == 0 {
+            return Ok(());
         }
-        if let (Some(_), Some(current)) = (&written, &self.current) {
+        let batch = self.write_frames(content)?;
+        if let Some(current) = &mut self.current {
             let name = segment_name(current.header.number);
             current
                 .file
@@ -326,19 +327,7 @@ impl Sink {
                     STREAMS,
                 ))?;
             }
-        }
-        if log_written > 0 {
-            self.log
-                .file
-                .sync()
-                .map_err(store_error(&*self.storage, "sync", EVENT_LOG))?;
-        }
-
-        // Everything is durable. From here on nothing fails.
-        self.log.len += log_written as u64;
-        self.log.spoiled = false;
-        content.events_done += log_written;
-        if let (Some(batch), Some(current)) = (written, &mut self.current) {
+            // Everything is durable. From here on nothing fails.
             current.index.push(&batch, &content.spans);
             current.len = batch.end();
             current.spoiled = false;
@@ -347,39 +336,35 @@ impl Sink {
         Ok(())
     }
 
-    /// Writes what events there are; all but the last piece is synced. Returns the bytes of the last piece.
-    fn write_events(&mut self, content: &mut Content) -> Result<usize, StoreError> {
+    /// Makes what events there are durable, piece by piece; those that are stay so if a later piece fails.
+    fn write_events(&mut self, content: &mut Content) -> Result<(), StoreError> {
         loop {
             let left = &content.events[content.events_done..];
             if left.is_empty() {
-                return Ok(0);
+                return Ok(());
             }
-            let (piece, is_last) = if left.len() <= MAX_LOG_PIECE {
-                (left, true)
+            let piece = if left.len() <= MAX_LOG_PIECE {
+                left
             } else {
                 // Whole lines; a line that is longer than a piece goes alone.
                 let newline = left[..MAX_LOG_PIECE]
                     .iter()
                     .rposition(|&byte| byte == b'\n')
                     .or_else(|| left.iter().position(|&byte| byte == b'\n'));
-                (&left[..newline.map_or(left.len(), |at| at + 1)], false)
+                &left[..newline.map_or(left.len(), |at| at + 1)]
             };
             self.log.spoiled = true;
             self.log
                 .file
                 .write_all_at(piece, self.log.len)
                 .map_err(store_error(&*self.storage, "write", EVENT_LOG))?;
-            let len = piece.len();
-            if is_last {
-                return Ok(len);
-            }
             self.log
                 .file
                 .sync()
                 .map_err(store_error(&*self.storage, "sync", EVENT_LOG))?;
-            self.log.len += len as u64;
+            self.log.len += piece.len() as u64;
             self.log.spoiled = false;
-            content.events_done += len;
+            content.events_done += piece.len();
         }
     }
 
