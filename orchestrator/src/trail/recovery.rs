@@ -351,9 +351,12 @@ fn cut_segment(
     let failed = |operation| io_error(storage, operation, &name);
     recovery.cut_bytes += bytes;
     if offset == 0 {
-        recovery.cuts.push(format!(
-            "{name}, {bytes} bytes: it was being begun when the writer died"
-        ));
+        // An empty file is a name that was in time and nothing else: there is nothing to say.
+        if bytes > 0 {
+            recovery.cuts.push(format!(
+                "{name}, {bytes} bytes: it was being begun when the writer died"
+            ));
+        }
         storage.remove(&name).map_err(failed("remove"))?;
         let _ = storage.remove(&index_name(number));
         storage
