@@ -4,7 +4,7 @@
 
 use std::error::Error;
 use std::fs::{self, File};
-use std::io::{BufReader, BufWriter};
+use std::io::{BufReader, BufWriter, Read};
 use std::path::Path;
 
 use vmtrail_trace::merge::{PageSource, Pull};
@@ -28,7 +28,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let tracefs = Path::new("/sys/kernel/tracing");
     let formats: Systems = systems(&tracefs.join("events"))?;
     let read = |name: &str| fs::read(tracefs.join(name)).unwrap_or_default();
-    let header_event = fs::read_to_string(tracefs.join("events/header_event"))?;
+    // In one read: the file gives its text to the first one only.
+    let mut header_event = vec![0; 4096];
+    let length = File::open(tracefs.join("events/header_event"))?.read(&mut header_event)?;
+    header_event.truncate(length);
+    let header_event = String::from_utf8(header_event)?;
     let (kallsyms, printk) = (fs::read("/proc/kallsyms")?, read("printk_formats"));
     let mut cmdlines = Vec::new();
     for (pid, name) in file.metadata().comms.iter() {

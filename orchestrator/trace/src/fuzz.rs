@@ -98,10 +98,10 @@ pub fn format(data: &[u8]) {
     }
     json::write_event(&metadata, &entry, &mut out);
     let mut writer = PerfettoWriter::new(Vec::new(), &metadata, "fuzz");
-    if writer.event(&entry).is_ok() {
-        if let Ok(trace) = writer.finish() {
-            assert!(check(&trace).is_ok(), "our own judge refuses what we wrote");
-        }
+    if writer.event(&entry).is_ok()
+        && let Ok(trace) = writer.finish()
+    {
+        assert!(check(&trace).is_ok(), "our own judge refuses what we wrote");
     }
 }
 

@@ -48,3 +48,8 @@ pub mod timeline;
 pub mod trace_dat;
 
 pub use bytes::{Endian, LongSize};
+
+/// The README's example is compiled with the documentation's.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -161,13 +161,11 @@ impl<'a, O: CtfOutput> CtfWriter<'a, O> {
             pages: Missed::Count(pages),
             ..
         } = &note.kind
+            && let Some(stream) = self.streams.get_mut(cpu)
         {
-            if let Some(stream) = self.streams.get_mut(cpu) {
-                stream.close(endian, &self.uuid)?;
-                stream.sequence = stream.sequence.saturating_add(*pages);
-                self.totals.packets_discarded =
-                    self.totals.packets_discarded.saturating_add(*pages);
-            }
+            stream.close(endian, &self.uuid)?;
+            stream.sequence = stream.sequence.saturating_add(*pages);
+            self.totals.packets_discarded = self.totals.packets_discarded.saturating_add(*pages);
         }
         self.notes.header(endian, 0, note.timestamp);
         put_text(note.kind.name().as_bytes(), &mut self.notes.content);

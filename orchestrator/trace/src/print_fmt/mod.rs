@@ -83,7 +83,7 @@ pub enum PrintError {
     /// Nested or chained beyond the bound.
     #[error("accept a print format nested so deeply")]
     TooDeep,
-    /// More than [`MAX_PARTS`] conversions.
+    /// More than 4096 conversions.
     #[error("accept a print format of so many parts")]
     TooManyParts,
     /// More conversions than arguments.

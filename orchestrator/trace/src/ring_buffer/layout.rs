@@ -71,6 +71,10 @@ impl PageLayout {
     /// The layout that the text of `events/header_page` (or of an instance's own copy of it) describes.
     ///
     /// The text does not say the byte order; it is known from the machine that sent it.
+    ///
+    /// Whoever reads the file: with one `read` into a buffer of some kilobytes. It gives its text to the first read only
+    /// (`show_header_page_file` in `kernel/trace/trace_events.c` returns nothing at a later position), and
+    /// `std::fs::read_to_string` begins with a read of 32 bytes.
     pub fn parse(header_page: &str, endian: Endian) -> Result<Self, LayoutError> {
         let timestamp = HeaderField::find(header_page, "timestamp")?;
         let commit = HeaderField::find(header_page, "commit")?;
