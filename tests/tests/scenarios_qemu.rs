@@ -287,6 +287,79 @@ fn a_guest_without_an_agent_is_told_of_in_one_line() -> Result<()> {
     guest.stop()
 }
 
+#[test]
+fn what_a_running_recording_refuses_costs_it_nothing() -> Result<()> {
+    let scene = Scene::new(Release::V6_1)?;
+    let spec = scene.spec("refused", &traced_userland())?;
+    told("an unknown event is named, and leaves no trail");
+    let mut guest = spec.boot()?;
+    guest.wait_ready()?;
+    let unknown = scene.parts.vmtrail.run([
+        "record".into(),
+        "-e".into(),
+        "sched:no_such_event".into(),
+        "--qmp".into(),
+        guest.qmp(),
+        "-o".into(),
+        scene.trail(),
+    ])?;
+    refused(&unknown, "no_such_event")?;
+    ensure!(!scene.trail().exists(), "a trail was left half-written");
+
+    let recorder = scene.recorder(&guest, &["sched"], &[])?;
+    told("a second recorder of the same trail, and of the same VM");
+    for trail in [scene.trail(), scene.dir.join("second")] {
+        let second = scene.parts.vmtrail.run([
+            "record".into(),
+            "--qmp".into(),
+            guest.lab_qmp(),
+            "-o".into(),
+            trail,
+        ])?;
+        refused(&second, "")?;
+    }
+    told("a destination that does not wait");
+    let running = spec.boot()?;
+    refused(&recorder.migrate(&guest, &running, &[])?, "-incoming defer")?;
+    running.stop()?;
+    told("a destination with another port");
+    let mut other = spec.clone();
+    other.ports = Ports::Present {
+        count: 2,
+        naming: Naming::TracePath,
+        backend: Backend::Pipe,
+    };
+    let destination = other.incoming()?;
+    refused(
+        &recorder.migrate(&guest, &destination, &[])?,
+        "port topologies",
+    )?;
+    destination.stop()?;
+    told("none of it touched the recording");
+    scene.end_whole(guest, recorder)
+}
+
+/// It failed, with one line that says why.
+fn refused(ended: &Ended, why: &str) -> Result<()> {
+    ensure!(!ended.status.success(), "it was not refused");
+    let reports = ended.reports();
+    let reasons = reports
+        .iter()
+        .filter_map(|report| report["reason"].as_str());
+    let lines: Vec<&str> = (ended.stderr.lines())
+        .filter_map(|line| line.strip_prefix("vmtrail: "))
+        .chain(reasons)
+        .collect();
+    ensure!(
+        lines.len() == 1,
+        "not one line: {lines:?}\n{}",
+        ended.stderr
+    );
+    ensure!(lines[0].contains(why), "{why:?} is not in {:?}", lines[0]);
+    told(&format!("refused: {}", lines[0]));
+    Ok(())
+}
+
 fn boots_and_counts(release: Release) -> Result<()> {
     let _alone = alone();
     let lab = Lab::open()?;
