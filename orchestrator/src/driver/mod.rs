@@ -53,6 +53,9 @@ const BATCH_AGE: Duration = Duration::from_millis(20);
 const MAX_WAITING_BYTES: usize = 32 << 20;
 /// How long a store that refused is left alone.
 const STORE_RETRY: Duration = Duration::from_millis(500);
+/// How long a start waits for the agent. Behind a reader that was killed, up to the agent's whole window stands in queues first, and an
+/// emulated guest on a busy host needed more than 5 s to be heard.
+const START_PATIENCE: Duration = Duration::from_secs(15);
 /// How often the clocks are compared.
 const CLOCK_INTERVAL: Duration = Duration::from_secs(10);
 /// How long the agent may take to answer a request. Switching a thousand tracepoints patches the guest's kernel code on all
@@ -359,7 +362,7 @@ impl Recorder {
             .map(|port| port.address().name.clone())
             .collect();
         let names = names.join(", ");
-        let deadline = self.core.clock.now().after(attach::ABSENT_AFTER);
+        let deadline = self.core.clock.now().after(START_PATIENCE);
         while !self.is_live() {
             let left = self.core.clock.deadline(deadline);
             self.step(Some(left)).await?;
@@ -368,7 +371,7 @@ impl Recorder {
                 bail!(
                     "no agent answered on the VM's ports ({names}) within {} s: start vmtrail-agent in the guest \
                      (`systemctl start vmtrail-agent`, or by hand as root; its log says what it lacks), then record again",
-                    attach::ABSENT_AFTER.as_secs()
+                    START_PATIENCE.as_secs()
                 );
             }
         }
