@@ -15,7 +15,11 @@ use super::kernel::{Archive, Kernel, Release};
 use super::process::{in_path, output_of, run_logged};
 use super::{Lab, guest};
 
-const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+/// Named `.gpg` up to bookworm and `.pgp` from trixie on; each has the keys of the releases before it.
+const KEYRINGS: [&str; 2] = [
+    "/usr/share/keyrings/debian-archive-keyring.gpg",
+    "/usr/share/keyrings/debian-archive-keyring.pgp",
+];
 const QEMU_PACKAGE: &str = "qemu-system-x86";
 
 /// Mirrors have bad minutes; a setup that gives up in the first of them wastes somebody's quarter of an hour.
@@ -193,11 +197,15 @@ impl<'a> PrivateApt<'a> {
             fs::create_dir_all(&sub)
                 .with_context(|| format!("failed to create {}", sub.display()))?;
         }
+        let keyring = KEYRINGS
+            .into_iter()
+            .find(|path| Path::new(path).is_file())
+            .with_context(|| format!("failed to find Debian's archive keys at {}", KEYRINGS[0]))?;
         let mut sources = String::new();
         for (archive, suite) in release.suites() {
             let mirror = mirror_of(*archive);
             sources.push_str("deb [arch=amd64 signed-by=");
-            sources.push_str(KEYRING);
+            sources.push_str(keyring);
             sources.push_str("] ");
             sources.push_str(&mirror);
             sources.push(' ');
