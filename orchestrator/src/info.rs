@@ -191,6 +191,14 @@ impl Info {
     }
 }
 
+/// Text for a terminal. Much of a trail is the guest's word, which may hold what makes a terminal do things.
+pub(crate) fn plain(text: &str) -> String {
+    let is_harmless = |c: &char| !c.is_control() && !('\u{202a}'..='\u{202e}').contains(c);
+    text.chars()
+        .map(|c| if is_harmless(&c) { c } else { '\u{fffd}' })
+        .collect()
+}
+
 impl fmt::Display for Info {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = |bytes: u64| format!("{}.{} MiB", bytes >> 20, ((bytes & 0xf_ffff) * 10) >> 20);
@@ -207,8 +215,8 @@ impl fmt::Display for Info {
         writeln!(
             f,
             "VM {}, uuid {}",
-            self.vm.name.as_deref().unwrap_or("without a name"),
-            self.vm.uuid.as_deref().unwrap_or("none")
+            plain(self.vm.name.as_deref().unwrap_or("without a name")),
+            plain(self.vm.uuid.as_deref().unwrap_or("none"))
         )?;
         writeln!(
             f,
@@ -217,7 +225,7 @@ impl fmt::Display for Info {
             mib(self.segment_bytes),
             mib(self.metadata_bytes),
             self.store_version,
-            self.vmtrail
+            plain(&self.vmtrail)
         )?;
         for info in &self.residencies {
             let residency = &info.residency;
@@ -225,9 +233,9 @@ impl fmt::Display for Info {
                 f,
                 "residency {}: {} on {} (QEMU {}, pid {})",
                 residency.residency,
-                residency.cause,
-                residency.host,
-                residency.qemu,
+                plain(&residency.cause),
+                plain(&residency.host),
+                plain(&residency.qemu),
                 residency
                     .pid
                     .map_or_else(|| "?".to_owned(), |pid| pid.to_string())
@@ -235,17 +243,21 @@ impl fmt::Display for Info {
             if let Some(parent) = residency.parent {
                 write!(f, ", from {parent}")?;
             }
-            writeln!(f, ": {}", info.end.as_deref().unwrap_or("no end yet"))?;
+            writeln!(
+                f,
+                ": {}",
+                plain(info.end.as_deref().unwrap_or("no end yet"))
+            )?;
         }
         for info in &self.sessions {
             let session = &info.session;
             writeln!(
                 f,
                 "session {}: Linux {}, agent {}, clock {}, {} CPUs, pages of {} bytes, metadata {}",
-                session.session,
-                session.kernel,
-                session.agent,
-                session.clock,
+                plain(&session.session),
+                plain(&session.kernel),
+                plain(&session.agent),
+                plain(&session.clock),
                 session.cpus,
                 session.page_size,
                 if info.metadata.is_empty() {
@@ -267,10 +279,10 @@ impl fmt::Display for Info {
             }
         }
         for ended in &self.migrations {
-            writeln!(f, "migration {}: {}", ended.attempt, ended.outcome)?;
+            writeln!(f, "migration {}: {}", ended.attempt, plain(&ended.outcome))?;
         }
         for note in &self.notes {
-            writeln!(f, "note: {note}")?;
+            writeln!(f, "note: {}", plain(note))?;
         }
         Ok(())
     }

@@ -19,6 +19,7 @@ use vmtrail_trace::Endian;
 use vmtrail_trace::ring_buffer::{Missed, PageLayout, page_summary};
 use vmtrail_wire::flags;
 
+use crate::info::plain;
 use crate::trail::event::{Counters, Event, MigrationEnded, RetiredStream, Session, StreamEnd};
 use crate::trail::{DamageKind, Entry, StoredFrame};
 use crate::trail::{TrailError, TrailReader};
@@ -26,6 +27,9 @@ use crate::trail::{TrailError, TrailReader};
 /// Losses listed one by one at most; a guest that overruns without end must not make the report grow without end. The
 /// sums count all of them.
 const MAX_LISTED: usize = 10_000;
+
+/// Sentences of one kind at most. A guest decides what is in its pages, and can make each of them odd.
+const MAX_SENTENCES: usize = 1000;
 
 /// The verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -255,7 +259,37 @@ struct Log {
     last_epoch: u64,
     /// Kernel counters logged before this say nothing about the frames that are left.
     oldest_ns: u64,
-    unreadable: Vec<String>,
+    unreadable: Sentences,
+    /// Where in `sessions` each is, by its name.
+    names: BTreeMap<String, usize>,
+}
+
+/// Sentences about one kind of finding: the first ones, and how many there were besides.
+#[derive(Debug, Clone, Default)]
+struct Sentences {
+    listed: Vec<String>,
+    more: u64,
+}
+
+impl Sentences {
+    fn push(&mut self, sentence: String) {
+        if self.listed.len() < MAX_SENTENCES {
+            self.listed.push(sentence);
+        } else {
+            self.more += 1;
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.listed.is_empty()
+    }
+
+    fn into_listed(mut self) -> Vec<String> {
+        if self.more > 0 {
+            (self.listed).push(format!("… and {} more of this kind", self.more));
+        }
+        self.listed
+    }
 }
 
 #[derive(Debug, Default)]
@@ -265,7 +299,8 @@ struct SessionLog {
     /// Whether its clock was changed while it was recorded.
     changed_clock: bool,
     began: BTreeMap<u32, u64>,
-    gaps: Vec<(u32, u64, u64, String)>,
+    /// By CPU and first missing sequence: the sequence behind, and the cause.
+    gaps: BTreeMap<(u32, u64), (u64, String)>,
     forks: Vec<String>,
     drops: BTreeMap<u32, (u64, u64)>,
     retired: BTreeMap<u32, RetiredStream>,
@@ -289,11 +324,10 @@ impl Log {
             oldest_ns,
             ..Self::default()
         };
-        let mut names: BTreeMap<String, usize> = BTreeMap::new();
         let mut lines = reader.events()?;
         while let Some(line) = lines.next()? {
             match line.content {
-                Ok(content) => log.take(&mut names, content.at_ns, content.event),
+                Ok(content) => log.take(content.at_ns, content.event),
                 Err(reason) => {
                     log.unreadable
                         .push(format!("line {} of the log: {reason}", line.line));
@@ -314,12 +348,9 @@ impl Log {
         })
     }
 
-    fn session<'a>(
-        sessions: &'a mut Vec<SessionLog>,
-        names: &mut BTreeMap<String, usize>,
-        name: &str,
-    ) -> &'a mut SessionLog {
-        let index = *names.entry(name.to_owned()).or_insert_with(|| {
+    fn session(&mut self, name: &str) -> &mut SessionLog {
+        let sessions = &mut self.sessions;
+        let index = *self.names.entry(name.to_owned()).or_insert_with(|| {
             sessions.push(SessionLog {
                 name: name.to_owned(),
                 ..SessionLog::default()
@@ -329,16 +360,15 @@ impl Log {
         &mut sessions[index]
     }
 
-    fn take(&mut self, names: &mut BTreeMap<String, usize>, at_ns: u64, event: Event) {
-        let sessions = &mut self.sessions;
+    fn take(&mut self, at_ns: u64, event: Event) {
         match event {
             Event::Session(about) => {
-                let session = Self::session(sessions, names, &about.session);
+                self.current_session = Some(about.session.clone());
+                let session = self.session(&about.session);
                 // A recorder that comes back says again whom it found; only another clock is a change.
                 session.changed_clock |=
                     (session.about.as_ref()).is_some_and(|known| known.clock != about.clock);
                 session.ends = None;
-                self.current_session = Some(about.session.clone());
                 session.about = Some(about);
             }
             Event::Attached { epoch, .. } => self.last_epoch = self.last_epoch.max(epoch),
@@ -348,10 +378,7 @@ impl Log {
                 sequence,
                 ..
             } => {
-                Self::session(sessions, names, &session)
-                    .began
-                    .entry(cpu)
-                    .or_insert(sequence);
+                self.session(&session).began.entry(cpu).or_insert(sequence);
             }
             Event::Gap {
                 session,
@@ -361,9 +388,7 @@ impl Log {
                 cause,
                 ..
             } => {
-                Self::session(sessions, names, &session)
-                    .gaps
-                    .push((cpu, from, to, cause));
+                self.session(&session).gaps.insert((cpu, from), (to, cause));
             }
             Event::Fork {
                 session,
@@ -371,14 +396,15 @@ impl Log {
                 have,
                 next,
             } => {
-                Self::session(sessions, names, &session).forks.push(format!(
+                self.session(&session).forks.push(format!(
                     "CPU {cpu} of session {session}: the guest was put back from frame {have} to frame {next}"
                 ));
             }
             Event::Lost { session, counters } => {
-                let session = Self::session(sessions, names, &session);
+                let counts = at_ns >= self.oldest_ns;
+                let session = self.session(&session);
                 for counters in counters {
-                    if at_ns >= self.oldest_ns {
+                    if counts {
                         session
                             .first_counters
                             .entry(counters.cpu)
@@ -388,15 +414,13 @@ impl Log {
                 }
             }
             Event::Stopped { session, streams } => {
-                Self::session(sessions, names, &session).ends = Some(Ends {
-                    streams,
-                    epoch: self.last_epoch,
-                });
+                let epoch = self.last_epoch;
+                self.session(&session).ends = Some(Ends { streams, epoch });
             }
             Event::Dropped {
                 session, streams, ..
             } => {
-                let session = Self::session(sessions, names, &session);
+                let session = self.session(&session);
                 for drops in streams {
                     let sum = session.drops.entry(drops.cpu).or_default();
                     sum.0 += drops.duplicates;
@@ -405,7 +429,7 @@ impl Log {
             }
             Event::Retired { streams, .. } => {
                 for stream in streams {
-                    let session = Self::session(sessions, names, &stream.session);
+                    let session = self.session(&stream.session);
                     *session.retired_frames.entry(stream.cpu).or_default() += stream.frames;
                     session.retired.insert(stream.cpu, stream);
                 }
@@ -476,10 +500,10 @@ struct Check<'a> {
     went_on: BTreeSet<String>,
     losses: Vec<Loss>,
     losses_not_listed: u64,
-    lossy: Vec<String>,
-    unknown: Vec<String>,
-    overrun: Vec<String>,
-    damage: Vec<String>,
+    lossy: Sentences,
+    unknown: Sentences,
+    overrun: Sentences,
+    damage: Sentences,
 }
 
 impl<'a> Check<'a> {
@@ -493,10 +517,10 @@ impl<'a> Check<'a> {
             went_on: BTreeSet::new(),
             losses: Vec::new(),
             losses_not_listed: 0,
-            lossy: Vec::new(),
+            lossy: Sentences::default(),
             // Whatever the line said of a beginning, an end or a counter is not known now.
             unknown: log.unreadable.clone(),
-            overrun: Vec::new(),
+            overrun: Sentences::default(),
             damage: log.unreadable.clone(),
         };
         for session in &log.sessions {
@@ -529,7 +553,8 @@ impl<'a> Check<'a> {
     }
 
     fn session_log(&self, session: &str) -> Option<&'a SessionLog> {
-        (self.log.sessions.iter()).find(|log| log.name == session)
+        let index = self.log.names.get(session)?;
+        self.log.sessions.get(*index)
     }
 
     fn take_frame(&mut self, frame: &StoredFrame<'_>) {
@@ -624,15 +649,13 @@ impl<'a> Check<'a> {
         let found = &mut stream.found;
         found.lost_frames += to - from;
         found.lost_pages += pages.unwrap_or(0);
+        let cpu = found.cpu;
         let cause = log
-            .and_then(|log| {
-                log.gaps
-                    .iter()
-                    .find(|(cpu, start, end, _)| *cpu == found.cpu && *start < to && from < *end)
-            })
+            .and_then(|log| log.gaps.range((cpu, 0)..(cpu, to)).next_back())
+            .filter(|(_, (end, _))| from < *end)
             .map_or_else(
                 || "not known: the log does not mention it".to_owned(),
-                |(.., cause)| cause.clone(),
+                |(_, (_, cause))| cause.clone(),
             );
         if stream.open_loss.is_some() {
             let loss = stream.open_loss.take();
@@ -754,7 +777,9 @@ impl<'a> Check<'a> {
         } else {
             Verdict::Continuous
         };
-        let reasons = [self.lossy, self.unknown, self.overrun].concat();
+        let reasons = [self.lossy, self.unknown, self.overrun]
+            .map(Sentences::into_listed)
+            .concat();
         Verification {
             verdict,
             reasons,
@@ -763,7 +788,7 @@ impl<'a> Check<'a> {
             migrations,
             losses: self.losses,
             losses_not_listed: self.losses_not_listed,
-            damage: self.damage,
+            damage: self.damage.into_listed(),
             torn_bytes,
         }
     }
@@ -781,7 +806,9 @@ impl<'a> Check<'a> {
             .map(|ends| ends.streams.as_slice());
         self.check_gaps(name, log);
         if let Some(log) = log {
-            self.lossy.extend(log.forks.iter().cloned());
+            for fork in &log.forks {
+                self.lossy.push(fork.clone());
+            }
             for (&cpu, &(duplicates, ahead)) in &log.drops {
                 if let Some(stream) = self.streams.get_mut(&(name.to_owned(), cpu)) {
                     stream.found.duplicates_dropped = duplicates;
@@ -825,7 +852,7 @@ impl<'a> Check<'a> {
     /// Losses that the log knows of and that no frame came behind.
     fn check_gaps(&mut self, name: &str, log: Option<&SessionLog>) {
         let mut furthest: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
-        for &(cpu, from, to, _) in log.iter().flat_map(|log| &log.gaps) {
+        for (&(cpu, from), &(to, _)) in log.iter().flat_map(|log| &log.gaps) {
             let gap = furthest.entry(cpu).or_insert((from, to));
             if to > gap.1 {
                 *gap = (from, to);
@@ -1046,7 +1073,8 @@ impl fmt::Display for Verdict {
 impl fmt::Display for Verification {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for session in &self.sessions {
-            writeln!(f, "session {} (Linux {})", session.session, session.kernel)?;
+            let kernel = plain(&session.kernel);
+            writeln!(f, "session {} (Linux {kernel})", plain(&session.session))?;
             writeln!(
                 f,
                 "  {:>4} {:>9} {:>10} {:>13} {:>12} {:>10} {:>9} {:>7} {:>12}",
@@ -1102,14 +1130,14 @@ impl fmt::Display for Verification {
             )?;
         }
         for damage in &self.damage {
-            writeln!(f, "damage: {damage}")?;
+            writeln!(f, "damage: {}", plain(damage))?;
         }
         if self.being_recorded {
             writeln!(f, "being recorded: this is about what is stored so far")?;
         }
         writeln!(f, "verdict: {}", self.verdict)?;
         for reason in &self.reasons {
-            writeln!(f, "  {reason}")?;
+            writeln!(f, "  {}", plain(reason))?;
         }
         Ok(())
     }
@@ -1123,7 +1151,8 @@ fn write_migration(f: &mut fmt::Formatter<'_>, migration: &MigrationVerification
             migration.attempt
         );
     };
-    write!(f, "migration {}: {}", migration.attempt, ended.outcome)?;
+    let outcome = plain(&ended.outcome);
+    write!(f, "migration {}: {outcome}", migration.attempt)?;
     let mut times = Vec::new();
     let ms = |ns: u64| format!("{}.{} ms", ns / 1_000_000, ns / 100_000 % 10);
     times.extend(ended.blackout_ns.map(|ns| format!("blackout {}", ms(ns))));
@@ -1135,7 +1164,7 @@ fn write_migration(f: &mut fmt::Formatter<'_>, migration: &MigrationVerification
     times.extend(ended.drain_ns.map(|ns| format!("drain {}", ms(ns))));
     times.extend(ended.reason.clone());
     if !times.is_empty() {
-        write!(f, " ({})", times.join(", "))?;
+        write!(f, " ({})", plain(&times.join(", ")))?;
     }
     let phases: Vec<_> = (migration.phases.windows(2))
         .map(|pair| {
@@ -1147,7 +1176,7 @@ fn write_migration(f: &mut fmt::Formatter<'_>, migration: &MigrationVerification
         })
         .collect();
     if !phases.is_empty() {
-        write!(f, ": {}", phases.join(", "))?;
+        write!(f, ": {}", plain(&phases.join(", ")))?;
     }
     writeln!(f)
 }
@@ -1178,5 +1207,5 @@ fn write_loss(f: &mut fmt::Formatter<'_>, loss: &Loss) -> fmt::Result {
         (None, Some(before)) => write!(f, " before {} s", seconds(before))?,
         (None, None) => {}
     }
-    writeln!(f, ": {}", loss.cause)
+    writeln!(f, ": {}", plain(&loss.cause))
 }

@@ -650,6 +650,23 @@ fn time_that_goes_back_is_not_believed_unless_the_clock_was_changed() {
 }
 
 #[test]
+fn a_guest_cannot_make_the_report_grow_without_end() {
+    let mut recording = Recording::begin(1);
+    let mut agent = agent(0);
+    for round in 0..40 {
+        // Every page earlier than the one before it.
+        recording.take(&[agent.frame_with(64, |index, page| {
+            let earlier = 1_000_000 - round * 64 - u64::from(index);
+            page.copy_from_slice(&real(MARKS, earlier));
+        })]);
+    }
+    let found = recording.end(&[(0, 40)]);
+    assert_eq!((found.verdict, found.exit_code()), (Verdict::Unknown, 12));
+    assert_eq!(found.reasons.len(), 1001);
+    assert_eq!(found.reasons[1000], "… and 1559 more of this kind");
+}
+
+#[test]
 fn a_page_that_cannot_be_read_is_counted() {
     let mut recording = Recording::begin(1);
     let mut agent = agent(0);
