@@ -77,9 +77,6 @@ pub fn report<W: Write>(
     Ok(Walked { bytes, ..walked })
 }
 
-/// An error of the output, or of a source.
-type Failed<E> = FailedWith<E>;
-
 /// What went wrong in [`report_merge`].
 #[derive(Debug)]
 pub enum FailedWith<E> {
@@ -103,7 +100,7 @@ pub fn report_merge<S: PageSource, W: Write>(
     metadata: &Metadata,
     mut merge: Merge<S>,
     out: &mut W,
-) -> Result<Walked, Failed<S::Error>> {
+) -> Result<Walked, FailedWith<S::Error>> {
     let mut reporter = Reporter::new(metadata, ReportOptions::default());
     let mut text = Vec::with_capacity(1 << 17);
     let mut walked = Walked::default();

@@ -419,13 +419,11 @@ impl<'a, W: Write> PerfettoWriter<'a, W> {
         let bundle = head.len() + cpu.events.len();
         let mut packet = Message::default();
         packet.uint(10, SEQUENCE);
-        let prefix = packet.len();
         packet.varint(1 << 3 | 2);
         packet.varint(u64::try_from(bundle).unwrap_or(0));
         let mut outer = Message::default();
         outer.varint(1 << 3 | 2);
         outer.varint(u64::try_from(packet.len() + bundle).unwrap_or(0));
-        debug_assert!(prefix > 0);
         for part in [
             outer.bytes(),
             packet.bytes(),

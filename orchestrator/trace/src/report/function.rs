@@ -84,7 +84,7 @@ pub(super) struct GraphExitFields {
 }
 
 impl GraphExitFields {
-    /// Since Linux 6.17 the record has no `calltime`… it has; but a kernel that leaves them out is not guessed at.
+    /// `None` for a record that ends before its times: no duration is made up.
     fn duration(&self, event: &EventFormat, payload: &[u8]) -> Option<u64> {
         let endian = event.endian();
         let (call, ret) = (
@@ -109,7 +109,6 @@ impl GraphCall {
         event: &EventFormat,
         entry: &Entry<'_>,
         pid: i32,
-        _line: usize,
     ) -> Option<Self> {
         Some(Self {
             function: fields.function.number(event.endian(), entry.payload)?,

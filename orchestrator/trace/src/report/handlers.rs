@@ -96,7 +96,6 @@ pub(super) struct Task<'a, 'b, 'm> {
     pub(super) learned: &'a mut Comms,
     pub(super) tasks: &'a mut TaskColumn,
     pub(super) known: &'b Comms,
-    pub(super) scratch: &'a mut Vec<u8>,
 }
 
 impl Handler {
@@ -498,7 +497,6 @@ fn write_stack(task: &mut Task<'_, '_, '_>, caller: &Field, out: &mut Vec<u8>) -
             out.push(b'\n');
         }
     }
-    task.scratch.clear();
     Some(())
 }
 

@@ -7,7 +7,8 @@
 //!
 //! People have scripts and eyes trained on this layout, so it is followed to the blank: how trace-cmd 3.1.6 with the
 //! plugins of libtraceevent prints a record, that is what [`Reporter`] writes. Where the two of them read a record
-//! wrongly (signed fields as unsigned numbers, mostly) the kernel's own reading is printed instead; `docs` lists each.
+//! wrongly (signed fields as unsigned numbers, mostly) the kernel's own reading is printed instead; `tests/peer.rs` lists
+//! each.
 
 mod function;
 mod handlers;
@@ -70,7 +71,7 @@ pub struct ReportOptions {
 #[derive(Debug)]
 pub struct Reporter<'a> {
     metadata: &'a Metadata,
-    environment: EnvironmentParts<'a>,
+    symbols: SymbolCache<'a>,
     options: ReportOptions,
     events: Vec<EventPlan>,
     learned: Comms,
@@ -78,7 +79,6 @@ pub struct Reporter<'a> {
     seconds: SecondsColumn,
     stacks: CallStacks<'a>,
     pending: Option<GraphCall>,
-    scratch: Vec<u8>,
 }
 
 /// Worked out once for each event: the middle of its lines, where its pid is, and who writes the rest.
@@ -87,11 +87,6 @@ struct EventPlan {
     heading: Box<[u8]>,
     pid_offset: usize,
     handler: Handler,
-}
-
-#[derive(Debug)]
-struct EnvironmentParts<'a> {
-    symbols: SymbolCache<'a>,
 }
 
 impl<'a> Reporter<'a> {
@@ -106,9 +101,7 @@ impl<'a> Reporter<'a> {
             .collect();
         Self {
             metadata,
-            environment: EnvironmentParts {
-                symbols: SymbolCache::new(&metadata.symbols),
-            },
+            symbols: SymbolCache::new(&metadata.symbols),
             options,
             events,
             learned: Comms::default(),
@@ -116,7 +109,6 @@ impl<'a> Reporter<'a> {
             seconds: SecondsColumn::default(),
             stacks: CallStacks::default(),
             pending: None,
-            scratch: Vec::new(),
         }
     }
 
@@ -158,7 +150,7 @@ impl<'a> Reporter<'a> {
         let environment = Environment {
             endian,
             long_size: event.long_size(),
-            symbols: &self.environment.symbols,
+            symbols: &self.symbols,
             printk: &metadata.printk,
         };
         let start = out.len();
@@ -168,8 +160,8 @@ impl<'a> Reporter<'a> {
                 Err(_) => raw::write_failed(event, entry.payload, out),
             },
             Handler::GraphEntry(fields) => {
-                // The line is complete but for the call itself; it waits in `scratch`.
-                self.pending = GraphCall::new(fields, event, entry, pid, out.len());
+                // The line is complete but for the call itself, which waits for the next record.
+                self.pending = GraphCall::new(fields, event, entry, pid);
                 if self.pending.is_some() {
                     return;
                 }
@@ -184,7 +176,6 @@ impl<'a> Reporter<'a> {
                     learned: &mut self.learned,
                     tasks: &mut self.tasks,
                     known: &metadata.comms,
-                    scratch: &mut self.scratch,
                 },
                 out,
             ),
@@ -195,7 +186,7 @@ impl<'a> Reporter<'a> {
     /// Appends what was held back.
     pub fn finish(&mut self, out: &mut Vec<u8>) {
         if let Some(call) = self.pending.take() {
-            call.write_nested(&self.environment.symbols, out);
+            call.write_nested(&self.symbols, out);
             out.push(b'\n');
         }
     }
@@ -219,8 +210,8 @@ impl<'a> Reporter<'a> {
             }
         });
         match exit {
-            Some(duration) => call.write_leaf(&self.environment.symbols, duration, out),
-            None => call.write_nested(&self.environment.symbols, out),
+            Some(duration) => call.write_leaf(&self.symbols, duration, out),
+            None => call.write_nested(&self.symbols, out),
         }
         out.push(b'\n');
         exit.is_some()
