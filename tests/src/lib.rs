@@ -5,3 +5,4 @@
 
 pub mod check;
 pub mod lab;
+pub mod sim;
