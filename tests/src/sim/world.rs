@@ -753,11 +753,10 @@ impl World {
                 if self.qemus[qemu].pause {
                     self.enter(qemu, Stage::Held);
                     self.say_status(qemu, Status::PreSwitchover);
-                    match fault {
-                        Some(Fault::FailHeld | Fault::CancelHeld | Fault::DestinationDies) => {
-                            self.step_after(qemu, number, 20 * MILLISECOND);
-                        }
-                        _ => {}
+                    if let Some(Fault::FailHeld | Fault::CancelHeld | Fault::DestinationDies) =
+                        fault
+                    {
+                        self.step_after(qemu, number, 20 * MILLISECOND);
                     }
                 } else {
                     self.enter(qemu, Stage::Device);
