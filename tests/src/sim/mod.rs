@@ -9,11 +9,11 @@
 //!  monitors <-> migration machine (real)
 //! ```
 //!
-//! What is not real: pipes of pages (vectors), QEMU ([`qemu`], as the facts describe it), the disk ([`disk`]), the recorder's loop
-//! ([`host`], which calls the machines in the driver's order), and time. So a bug of the driver, of the store or of the pump
+//! What is not real: pipes of pages (vectors), QEMU (`qemu`, as the facts describe it), the disk (`disk`), the recorder's loop
+//! (`host`, which calls the machines in the driver's order), and time. So a bug of the driver, of the store or of the pump
 //! is not found here but in the lab.
 //!
-//! [`world`] holds the queue of events and the faults, [`options`] what a seed is made of, [`mutation`] the planted bugs, and
+//! `world` holds the queue of events and the faults, `options` what a seed is made of, `mutation` the planted bugs, and
 //! [`crate::check`] the judges.
 
 mod disk;
