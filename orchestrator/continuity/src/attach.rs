@@ -67,6 +67,8 @@ pub enum Action {
 struct Port {
     kind: PortKind,
     answered: bool,
+    /// The session that answered here last.
+    session: Option<SessionId>,
     hello_at: Option<Instant>,
     silent_since: Instant,
 }
@@ -92,6 +94,7 @@ impl Attachment {
             .map(|&kind| Port {
                 kind,
                 answered: false,
+                session: None,
                 hello_at: None,
                 silent_since: now,
             })
@@ -169,8 +172,17 @@ impl Attachment {
             return;
         }
         state.silent_since = now;
-        if let Some(AgentMessage::Hello(_)) = message {
+        let introduced = matches!(message, Some(AgentMessage::Hello(_)));
+        if state.answered && !introduced && state.session != Some(header.session) {
+            // An agent that was restarted obeyed our epoch, and its introduction got lost: what it sends would be nobody's for
+            // ever. A newer epoch makes it introduce itself again.
+            self.epoch = Epoch(self.epoch.0.saturating_add(1));
+            self.call_again(now);
+            return;
+        }
+        if introduced {
             state.answered = true;
+            state.session = Some(header.session);
             self.session = Some(header.session);
             self.absent_reported = false;
         }
@@ -392,6 +404,28 @@ mod tests {
             }]
         );
         assert!(!attachment.is_live());
+    }
+
+    #[test]
+    fn a_session_whose_introduction_got_lost_is_called_with_a_newer_epoch() {
+        let mut attachment = Attachment::new(Instant(0), Epoch(7), &[PortKind::Fifo], true);
+        let _ = actions(&mut attachment);
+        attachment.handle_frame(after(100), 0, &header(7), Some(&hello()));
+        let stranger = FrameHeader {
+            session: SessionId(4),
+            ..FrameHeader::new(Kind::Pages, SessionId(4), Epoch(7), StreamId(0))
+        };
+        attachment.handle_frame(after(200), 0, &stranger, None);
+        assert_eq!(
+            actions(&mut attachment),
+            [Action::SendHello {
+                port: 0,
+                epoch: Epoch(8)
+            }]
+        );
+        // What is still on its way under the old epoch changes nothing more.
+        attachment.handle_frame(after(210), 0, &stranger, None);
+        assert_eq!(actions(&mut attachment), []);
     }
 
     #[test]

@@ -195,6 +195,7 @@ impl Running {
             }
         };
         let control = Control::listen(&trail, requests_in.clone(), reports_in)?;
+        recorder.announce();
         let task = tokio::spawn(recorder.run());
         Ok(Self {
             requests: requests_in,

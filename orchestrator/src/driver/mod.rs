@@ -384,24 +384,22 @@ impl Recorder {
         self.ask(HostMessage::Start, false)
             .await
             .context("failed to start the agent's recording")?;
-        let session = self
-            .session()
-            .ok_or_else(|| anyhow!("failed to learn the agent's session"))?;
-        let kernel = self
-            .core
-            .sessions
-            .get(&session)
-            .map(|hello| hello.kernel.clone());
         self.started_at = self.core.clock.now();
+        Ok(())
+    }
+
+    /// Tells that it records: once whoever hears it can also ask.
+    pub fn announce(&self) {
+        let session = self.session().unwrap_or_default();
+        let about = self.core.sessions.get(&session);
         self.core.report(Report::Recording {
             trail: self.options.trail.display().to_string(),
             vm: self.vm_name.clone(),
             ports: self.source.ports.len(),
             session: session.to_string(),
-            kernel: kernel.unwrap_or_default(),
+            kernel: about.map(|hello| hello.kernel.clone()).unwrap_or_default(),
             pid: std::process::id(),
         });
-        Ok(())
     }
 
     fn refuse_strangers(&self) -> Result<()> {
@@ -489,7 +487,10 @@ impl Recorder {
     fn new_epoch(&mut self) -> Epoch {
         let random = std::hash::RandomState::new().build_hasher().finish() & 0xf_ffff;
         let by_time = ((wall_ns() / 1_000_000) << 20) | random;
-        self.newest_epoch = Epoch(by_time.max(self.newest_epoch.0.saturating_add(1)));
+        // The step is random, too: behind a clock that was set back, a recorder that was killed before it synced its epoch
+        // and the next one would choose the same, and the agent obeys an epoch only once.
+        let by_step = self.newest_epoch.0.saturating_add(1 + random);
+        self.newest_epoch = Epoch(by_time.max(by_step));
         self.newest_epoch
     }
 
@@ -578,7 +579,8 @@ impl Recorder {
         let Some(attachment) = &mut self.source.attachment else {
             return;
         };
-        let newest = Some(attachment.epoch());
+        // Before the agent has answered, its refusal of a stale epoch is what we wait for, and that carries a newer one.
+        let newest = attachment.is_answered(index).then(|| attachment.epoch());
         port.decoder.expect(Expectation {
             session: None,
             newest,
