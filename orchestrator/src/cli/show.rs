@@ -17,7 +17,7 @@ use vmtrail_trace::merge::{PageSource, Pull};
 use vmtrail_trace::metadata::Metadata;
 use vmtrail_trace::perfetto::PerfettoWriter;
 use vmtrail_trace::report::{Entry, ReportOptions, Reporter, TimeFormat};
-use vmtrail_trace::timeline::{Item, TimeMap, Timeline};
+use vmtrail_trace::timeline::{Item, Note, TimeMap, Timeline};
 use vmtrail_trace::trace_dat::{Compression, FileInfo, KernelTexts, TraceFile, Version, Writer};
 
 use super::args::{ClockArg, ExportArgs, Format, LinesArgs, ReportArgs, SelectArgs, TailArgs};
@@ -364,11 +364,35 @@ fn export_trace_dat(story: &Story, args: &ExportArgs, partial: &Path) -> Result<
     Ok(())
 }
 
-fn export_perfetto(story: &Story, partial: &Path) -> Result<()> {
-    let out = BufWriter::with_capacity(1 << 20, File::create(partial)?);
+/// A writer that is given decoded events one by one.
+trait EventSink {
+    fn event(&mut self, entry: &Entry<'_>) -> io::Result<()>;
+    fn note(&mut self, note: &Note) -> io::Result<()>;
+}
+
+impl<W: Write> EventSink for PerfettoWriter<'_, W> {
+    fn event(&mut self, entry: &Entry<'_>) -> io::Result<()> {
+        PerfettoWriter::event(self, entry)
+    }
+
+    fn note(&mut self, note: &Note) -> io::Result<()> {
+        PerfettoWriter::note(self, note)
+    }
+}
+
+impl<O: CtfOutput> EventSink for CtfWriter<'_, O> {
+    fn event(&mut self, entry: &Entry<'_>) -> io::Result<()> {
+        CtfWriter::event(self, entry)
+    }
+
+    fn note(&mut self, note: &Note) -> io::Result<()> {
+        CtfWriter::note(self, note)
+    }
+}
+
+/// Gives the whole story to a writer, with progress.
+fn tell(story: &Story, writer: &mut impl EventSink) -> Result<()> {
     let bar = progress();
-    let mut writer =
-        PerfettoWriter::new(out, &story.metadata, "guest").with_uname(&story.about.kernel);
     let mut timeline = story.timeline();
     loop {
         match timeline.advance()? {
@@ -385,8 +409,16 @@ fn export_perfetto(story: &Story, partial: &Path) -> Result<()> {
         }
         bar.inc(1);
     }
-    writer.finish()?.flush()?;
     bar.finish_and_clear();
+    Ok(())
+}
+
+fn export_perfetto(story: &Story, partial: &Path) -> Result<()> {
+    let out = BufWriter::with_capacity(1 << 20, File::create(partial)?);
+    let mut writer =
+        PerfettoWriter::new(out, &story.metadata, "guest").with_uname(&story.about.kernel);
+    tell(story, &mut writer)?;
+    writer.finish()?.flush()?;
     Ok(())
 }
 
@@ -405,26 +437,9 @@ fn export_ctf(story: &Story, partial: &Path) -> Result<()> {
     let session = story.about.session.as_bytes();
     uuid.copy_from_slice(session.first_chunk().unwrap_or(&[0; 16]));
     let directory = Directory(partial.to_owned());
-    let bar = progress();
     let mut writer = CtfWriter::create(directory, &story.metadata, uuid, 0, "guest")?;
-    let mut timeline = story.timeline();
-    loop {
-        match timeline.advance()? {
-            Item::Event(entry) => writer.event(&entry)?,
-            Item::Note(note) => writer.note(note)?,
-            Item::Damaged {
-                cpu,
-                timestamp,
-                damage,
-            } => {
-                eprintln!("vmtrail: CPU {cpu} at {timestamp}: failed to {damage}");
-            }
-            Item::Waiting | Item::End => break,
-        }
-        bar.inc(1);
-    }
+    tell(story, &mut writer)?;
     writer.finish()?;
-    bar.finish_and_clear();
     Ok(())
 }
 
